@@ -79,6 +79,20 @@ GPT_OSS_20B = FAMILIES["GptOssForCausalLM"](
         "vocab_size": 201_088,
     }
 )
+QWEN3_NEXT_80B = FAMILIES["Qwen3NextForCausalLM"](
+    {
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "vocab_size": 151_936,
+        "max_position_embeddings": 262_144,
+    }
+)
 _DEEPSEEK: dict[str, Any] = {
     "kv_lora_rank": 512,
     "qk_nope_head_dim": 128,

@@ -9,11 +9,21 @@ from types import SimpleNamespace
 
 import pytest
 from architectures import changed
-from considered_jobs import DEEPSEEK_V3, GEMMA_3_1B, GLM_45_AIR, GPT_OSS_20B, LLAMA_3_8B, MOONLIGHT, QWEN3_235B, job
+from considered_jobs import (
+    DEEPSEEK_V3,
+    GEMMA_3_1B,
+    GLM_45_AIR,
+    GPT_OSS_20B,
+    LLAMA_3_8B,
+    MOONLIGHT,
+    QWEN3_235B,
+    QWEN3_NEXT_80B,
+    job,
+)
 from reshard_cases import EXPERTS, architecture
 from rich.console import Console
 from rich.table import Table
-from training_cases import LATENT, SINKS, SOME_WITH_EXPERTS, WINDOWS
+from training_cases import LATENT, LINEAR, SINKS, SOME_WITH_EXPERTS, WINDOWS
 
 from megarl.estimate.accelerator import H200
 from megarl.estimate.budget import (
@@ -43,6 +53,7 @@ from megarl.models.sizes import (
     layer_activations,
     native_activation_bytes,
     prefill_activations,
+    state_bytes,
 )
 from megarl.models.tensors import volume
 from megarl.models.weights import engine_placements, logical_tensors, training_placements
@@ -73,12 +84,15 @@ def test_parameter_counts() -> None:
     assert parameter_count(GPT_OSS_20B) / 1e9 == pytest.approx(20.91, abs=0.01)
     assert active_parameter_count(GPT_OSS_20B) / 1e9 == pytest.approx(3.61, abs=0.01)
     assert expert_elements(GPT_OSS_20B) / 1e9 == pytest.approx(19.12, abs=0.01)
+    assert parameter_count(QWEN3_NEXT_80B) / 1e9 == pytest.approx(79.67, abs=0.01)
+    assert active_parameter_count(QWEN3_NEXT_80B) / 1e9 == pytest.approx(3.56, abs=0.01)  # "A3B"; 3.87 with the look-up
     for arch in (
         LLAMA_3_8B,
         SOME_WITH_EXPERTS,
         WINDOWS,
         SINKS,
         LATENT,
+        LINEAR,
         architecture(num_layers=2, tied=True, qkv_bias=True, moe=EXPERTS),
     ):
         assert parameter_count(arch) == sum(volume(t.box) for t in logical_tensors(arch).values())
@@ -92,6 +106,15 @@ def test_latent_attention_in_numbers() -> None:
     assert attention_flops(DEEPSEEK_V3, 10, 10**2) == 61 * (half_of_scores + half_of_values)
 
 
+def test_linear_attention_in_numbers() -> None:
+    """A quarter of the layers has a KV cache; the others keep 32 matrices, and three tokens before the convolution."""
+    assert kv_bytes_per_token(QWEN3_NEXT_80B, tp=1, itemsize=2) == 12 * 2 * 2 * 256 * 2
+    layer = 32 * 128 * 128 + 3 * (2 * 16 * 128 + 32 * 128)
+    assert state_bytes(QWEN3_NEXT_80B, tp=2, max_num_seqs=64) == 4 * layer // 2 * (65 * 36 + 64)
+    per_token = 32 * (6 * 128 * 128 + 64 * 8 * 128)  # and 2 per query channel and token seen, in every fourth layer
+    assert attention_flops(QWEN3_NEXT_80B, 10, 10**2) == 36 * 10 * per_token + 12 * 2 * 10**2 * 16 * 256
+
+
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize(
     "arch",
@@ -103,8 +126,9 @@ def test_latent_attention_in_numbers() -> None:
         WINDOWS,
         SINKS,
         LATENT,
+        LINEAR,
     ],
-    ids=["8B", "tiny", "uneven", "two kinds", "windows", "sinks", "latent"],
+    ids=["8B", "tiny", "uneven", "two kinds", "windows", "sinks", "latent", "linear"],
 )
 def test_elements_are_those_of_the_placements(arch: Architecture, chunks: int) -> None:
     layout = TrainLayout(ranks=range(4), tp=2, pp=2, chunks=chunks)
@@ -263,7 +287,15 @@ def test_kv_caches() -> None:
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6])
-@pytest.mark.parametrize("arch", [LLAMA_3_8B, changed(QWEN3_235B, num_layers=4)], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "arch",
+    [
+        LLAMA_3_8B,
+        changed(QWEN3_235B, num_layers=4),
+        replace(QWEN3_NEXT_80B, layers=QWEN3_NEXT_80B.layers[:4]),
+    ],
+    ids=["dense", "experts", "linear"],
+)
 def test_the_native_engine_takes_the_cache_that_is_predicted(
     monkeypatch: pytest.MonkeyPatch, arch: Architecture, share: float
 ) -> None:

@@ -238,6 +238,7 @@ def _in_parts(case: Case, parts: bool, family: str) -> list[tuple[list[int], lis
         (Case(tp=2, gen_tp=2), "qwen3"),
         (Case(dp=2, gen_tp=1), "qwen3"),
         (Case(tp=2, gen_tp=2, sequence_parallel=True), "deepseek_v3"),
+        (Case(tp=2, gen_tp=2, sequence_parallel=True), "qwen3_next"),
     ],
     ids=str,
 )

@@ -23,6 +23,7 @@ from small_state import STATE, rl_step, state_at, warmup_step
 from training_cases import (
     ARCH,
     LATENT,
+    LINEAR,
     SINKS,
     SOME_WITH_EXPERTS,
     WINDOWS,
@@ -393,7 +394,7 @@ def test_experts_over_ranks_are_read_in_any_layout(ranks: Ranks, tmp_path: Path)
     assert ranks.run(4, _layouts, str(tmp_path), cases, WITH_EXPERTS)[0][0] == [True] * 4
 
 
-@pytest.mark.parametrize("arch", [SOME_WITH_EXPERTS, LATENT], ids=lambda arch: arch.family)
+@pytest.mark.parametrize("arch", [SOME_WITH_EXPERTS, LATENT, LINEAR], ids=lambda arch: arch.family)
 def test_layers_of_two_kinds_are_read_in_any_layout(ranks: Ranks, tmp_path: Path, arch: Architecture) -> None:
     cases = [Case(dp=4, ep=2), Case(tp=2, pp=2, sequence_parallel=True), Case(pp=2, dp=2, ep=2, chunks=2)]
     assert ranks.run(4, _layouts, str(tmp_path), cases, arch)[0][0] == [True] * 2

@@ -70,6 +70,18 @@ def test_layers_for_multi_token_prediction_are_kept(tmp_path: Path, capsys: pyte
     assert main(["hf-to-megatron", str(back), str(tmp_path / "again"), "--verify"]) == 0
 
 
+def test_a_language_model_from_beside_images_is_read(tmp_path: Path) -> None:
+    """With the names that transformers leaves its weights, and Qwen's for multi-token prediction."""
+    source, megatron, back = (tmp_path / name for name in ("qwen", "megatron", "back"))
+    write_folder(source, "qwen3_5_text")
+    weights, further = read_weights(source), {"mtp.fc.weight": torch.randn(32, 64), "mtp.norm.weight": torch.ones(32)}
+    named = {name.replace("model.", "model.language_model.", 1): weight for name, weight in weights.items()}
+    write_weights(source, named | further)
+    assert main(["hf-to-megatron", str(source), str(megatron), "--tp=2"]) == 0
+    assert main(["megatron-to-hf", str(megatron), str(back), f"--model={source}", "--verify"]) == 0
+    assert_same_weights(weights | further, read_weights(back))
+
+
 def test_layers_that_config_json_does_not_name_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_folder(tmp_path / "glm", "glm4_moe")
     weights = read_weights(tmp_path / "glm")

@@ -16,6 +16,7 @@ from tiny_families import ARCHITECTURES, CONFIGS
 import megarl.models.families
 from megarl.models.families import FAMILIES, classifier_of, language_model_of, read_architecture
 from megarl.models.parts.experts import MixtureOfExperts
+from megarl.models.parts.gated_delta import GatedDelta
 from megarl.models.rope import rope_frequencies, rope_table
 from megarl.models.weights import logical_tensors
 from megarl.parallel.layout import TrainLayout
@@ -42,7 +43,7 @@ def test_classifiers_are_named_as_in_transformers() -> None:
     for name in FAMILIES:
         classifier = classifier_of(name)
         assert language_model_of(classifier) == name
-        assert classifier == "Glm4MoeForSequenceClassification" or hasattr(transformers, classifier)  # GLM has none
+        assert name in ("Glm4MoeForCausalLM", "Qwen3_5MoeForCausalLM") or hasattr(transformers, classifier)  # have none
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -65,6 +66,8 @@ def test_rotary_frequencies_are_hugging_faces(name: str) -> None:
     """Of each layer, where they differ by layer."""
     model = hugging_face(name)
     for number, layer in enumerate(ARCHITECTURES[name].each_layer):
+        if isinstance(layer.attention, GatedDelta):  # rotates nothing
+            continue
         kind = model.config.layer_types[number] if hasattr(model.config, "layer_types") else None
         of_kind = f"{kind}_inv_freq"
         theirs = getattr(model.model.rotary_emb, of_kind if hasattr(model.model.rotary_emb, of_kind) else "inv_freq")
@@ -201,6 +204,22 @@ _YARN = CONFIGS["deepseek_v3_yarn"]["rope_scaling"]
             "factor must be a finite number above 0, not '4'",
         ),
         ("deepseek_v3_yarn", {"rope_theta": 1}, "rope_theta = 1.0 must be above 1 with YaRN"),
+        ("qwen3_next", {"mlp_only_layers": [1]}, "qwen3_next: mlp_only_layers = [1] is not supported (only [])"),
+        ("qwen3_next", {"full_attention_interval": 0}, "full_attention_interval must be a whole number from 1 on, not"),
+        ("qwen3_next", {"full_attention_interval": 5}, "layer_types without 'full_attention' is not supported"),
+        (
+            "qwen3_next",
+            {"linear_num_value_heads": 6},
+            "linear_num_value_heads (6) must be a multiple of linear_num_key",
+        ),
+        ("qwen3_next", {"linear_conv_kernel_dim": 0}, "conv_kernel must be a whole number from 1 to 2147483647, not 0"),
+        ("qwen3_5_text", {"layer_types": ["full_attention"] * 3}, "layer_types must be 'linear_attention' or 'full_at"),
+        ("qwen3_5_text", {"layer_types": ["sliding_attention"] * 4}, "for each of the 4 layers"),
+        (
+            "qwen3_5_text",
+            {"architectures": ["Qwen3_5ForConditionalGeneration"]},
+            "Qwen3_5ForConditionalGeneration has images; save its language model alone, with transformers' Qwen3_5",
+        ),
         ("llama", {"architectures": ["BertModel"]}, "architecture BertModel is not supported; supported: Llama"),
     ],
 )
@@ -246,7 +265,8 @@ def test_layers_that_only_torch_has() -> None:
     config = CONFIGS["gpt_oss"] | {"layer_types": ["full_attention"] * 4}
     assert FAMILIES["GptOssForCausalLM"](config).needs_torch_layers
     names = {name for name, arch in ARCHITECTURES.items() if arch.needs_torch_layers}
-    assert names == {"gemma3_text", "gpt_oss", "deepseek_v3", "deepseek_v3_yarn"}
+    linear = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
+    assert names == {"gemma3_text", "gpt_oss", "deepseek_v3", "deepseek_v3_yarn"} | linear
 
 
 def test_experts_with_biases_are_whole_on_a_rank() -> None:
@@ -262,6 +282,14 @@ def test_ranks_that_cut_a_narrow_vector_unevenly_are_refused() -> None:
     with pytest.raises(ValueError, match="tensor_model_parallel_size = 8 does not divide the 20 rows of a projection"):
         changed_heads = arch.layer(0).with_attention(num_attention_heads=8).attention
         changed_heads.check_training(TrainLayout(ranks=range(8), tp=8), sequence_parallel=True)
+
+
+def test_ranks_that_cut_the_heads_of_linear_attention_are_refused() -> None:
+    arch = ARCHITECTURES["qwen3_next"]
+    with pytest.raises(
+        ValueError, match="tensor_model_parallel_size = 3 does not divide the 4 key heads of the model's"
+    ):
+        arch.layer(0).attention.check_split(3, "tensor_model_parallel_size")
 
 
 def test_ranks_that_cut_the_queries_keys_and_values_unevenly_are_refused() -> None:

@@ -14,6 +14,7 @@ from selection import quick
 from training_cases import (
     ARCH,
     LATENT,
+    LINEAR,
     SINKS,
     SOME_WITH_EXPERTS,
     WINDOWS,
@@ -254,6 +255,35 @@ def test_loss_and_gradient_norm_agree_with_sinks(
 ) -> None:
     for history in ranks.run(case.world, train, case, 3, "policy", SINKS):
         for got, want in zip(history, plain_sinks, strict=True):
+            assert got == pytest.approx(want, rel=1e-5, abs=1e-7)
+
+
+DENSE_LINEAR = replace(
+    LINEAR, layers=tuple((replace(layer, mlp=ARCH.layer(0).mlp), count) for layer, count in LINEAR.layers)
+)
+LINEAR_CASES = [
+    (LINEAR, Case(tp=2, pp=2, sequence_parallel=True)),
+    (LINEAR, Case(dp=2, pp=2, ep=2, chunks=2)),
+    (DENSE_LINEAR, Case(tp=2, dp=2, packed=False)),
+    (LINEAR, Case(tp=4, sequence_parallel=True)),
+    (LINEAR, Case(tp=2, sequence_parallel=True, config=RECOMPUTED)),
+    (DENSE_LINEAR, Case(tp=4)),
+]
+
+
+@pytest.fixture(scope="module")
+def plain_linear(ranks: Ranks) -> dict[Architecture, list[tuple[float, float]]]:
+    return {arch: ranks.run(1, train, Case(), 3, "policy", arch)[0] for arch in (LINEAR, DENSE_LINEAR)}
+
+
+@pytest.mark.parametrize(
+    ("arch", "case"), quick(LINEAR_CASES, 0, 2), ids=[f"{case.name}-{i}" for i, (_, case) in enumerate(LINEAR_CASES)]
+)
+def test_loss_and_gradient_norm_agree_with_linear_attention(
+    ranks: Ranks, plain_linear: dict[Architecture, list[tuple[float, float]]], arch: Architecture, case: Case
+) -> None:
+    for history in ranks.run(case.world, train, case, 3, "policy", arch):
+        for got, want in zip(history, plain_linear[arch], strict=True):
             assert got == pytest.approx(want, rel=1e-5, abs=1e-7)
 
 

@@ -120,6 +120,7 @@ def test_the_youngest_is_cut_short_and_enters_again_with_its_response() -> None:
         ("gemma3_text", 10),
         ("gpt_oss", 10),
         ("deepseek_v3_yarn", 10),
+        ("qwen3_next", 10),
     ],
 )
 def test_running_out_of_blocks_does_not_change_completions(

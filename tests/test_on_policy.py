@@ -11,6 +11,7 @@ from selection import quick
 from training_cases import (
     ARCH,
     LATENT,
+    LINEAR,
     SINKS,
     SOME_WITH_EXPERTS,
     WINDOWS,
@@ -161,7 +162,7 @@ MIXED = [
 ]
 
 
-@pytest.mark.parametrize("arch", [SOME_WITH_EXPERTS, LATENT], ids=lambda arch: arch.family)
+@pytest.mark.parametrize("arch", [SOME_WITH_EXPERTS, LATENT, LINEAR], ids=lambda arch: arch.family)
 @pytest.mark.parametrize("dtype", quick(["float32", "bfloat16"], 0))
 def test_engine_log_probs_with_layers_of_two_kinds(
     ranks: Ranks, dtype: Literal["float32", "bfloat16"], arch: Architecture

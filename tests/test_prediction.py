@@ -82,7 +82,7 @@ def test_a_stage_has_its_layers_and_the_last_one_the_output() -> None:
     considered = job(GLM_45_AIR, gpus=8, tp=2, pp=4).actor
     flops, active = stage_flops(considered, 4096), active_parameters(GLM_45_AIR)
     output = 2 * 4096 * (151_552 + 1) * 4096
-    attention = GLM_45_AIR.layer(0).attention.flops(4096**2)
+    attention = GLM_45_AIR.layer(0).attention.flops(4096, 4096**2)
     layer = {first: 2 * 4096 * active[first] + attention for first in (0, 1)}
     assert flops == pytest.approx([layer[0] + 10 * layer[1], 12 * layer[1], 12 * layer[1], 11 * layer[1] + output])
     assert sum(flops) == pytest.approx(forward_flops(GLM_45_AIR, 4096))

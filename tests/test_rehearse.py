@@ -20,6 +20,8 @@ from tiny_run import FOUR_RANKS, ROOT, default_interrupt, megarl, write_run
 from megarl.cli.main import main
 from megarl.config import load_config
 from megarl.models.families import FAMILIES, read_architecture
+from megarl.models.parts.gated_delta import GatedDelta
+from megarl.models.parts.grouped_query import GroupedQuery
 from megarl.parallel.layout import TrainLayout
 from megarl.rehearsal.room import layouts
 from megarl.rehearsal.small_model import Splits, small_config
@@ -108,6 +110,19 @@ def test_a_small_model_of_latent_attention_is_narrow() -> None:
     small = small_config(config, splits, 300, lambda arch: True)
     assert (small["num_attention_heads"], small["kv_lora_rank"], small["qk_rope_head_dim"]) == (6, 36, 72)
     FAMILIES["DeepseekV3ForCausalLM"](small).check_training(TrainLayout(ranks=range(3), tp=3), sequence_parallel=True)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+def test_a_small_model_has_linear_attention(family: str) -> None:
+    types = [*["linear_attention"] * 3, "full_attention"]
+    changes = {"layer_types": types * 12} if "layer_types" in CONFIGS[family] else {"full_attention_interval": 4}
+    heads = {"linear_num_key_heads": 16, "linear_num_value_heads": 48, "linear_key_head_dim": 128}
+    config = CONFIGS[family] | {"num_hidden_layers": 48} | heads | changes
+    splits = Splits(tensor=frozenset({2, 4}), chunks=1, sequence_parallel=True)
+    arch = FAMILIES[config["architectures"][0]](small_config(config, splits, 300, lambda arch: True))
+    linear, full = (layer.attention for layer in arch.each_layer)
+    assert isinstance(linear, GatedDelta) and isinstance(full, GroupedQuery)
+    assert (linear.num_key_heads, linear.num_value_heads, linear.key_head_dim) == (4, 12, 8)
 
 
 def test_an_engine_may_want_wider_heads() -> None:

@@ -153,7 +153,8 @@ def test_a_turn_in_a_kept_cache_equals_one_that_is_computed_anew(family: str, mo
         assert sum(computed) > 200
         computed.clear()
         kept = list(_turns(engine_of(arch, max_model_len=90, **settings), MIXED, keep=True))
-        assert sum(computed) == sum(len(p) - 1 for p in MIXED)  # the prompts, once
+        if not arch.recurrent:  # of which nothing is kept
+            assert sum(computed) == sum(len(p) - 1 for p in MIXED)  # the prompts, once
         computed.clear()
         for got, want in zip(kept, anew, strict=True):
             assert_same(got, want)

@@ -441,8 +441,9 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, folders: dict[str, str], tmp_
         checks.check_vllm_weights(ARCHITECTURES["glm4_moe"])
     with pytest.raises(ValueError, match="vLLM has the experts of gpt_oss in an order of its own; set rollout"):
         checks.check_vllm_weights(ARCHITECTURES["gpt_oss"])
-    with pytest.raises(ValueError, match="vLLM makes further weights of those of deepseek_v3's attention"):
-        checks.check_vllm_weights(ARCHITECTURES["deepseek_v3"])
+    for name in ("deepseek_v3", "qwen3_next"):
+        with pytest.raises(ValueError, match=f"vLLM has other weights than the files of {name}'s attention"):
+            checks.check_vllm_weights(ARCHITECTURES[name])
     found["vllm"] = "0.250.0"
     refused("works with vllm 0.25.x on GPU ranks, but 0.250.0 is installed", on_gpu=True)
     found.clear()

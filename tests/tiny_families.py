@@ -77,6 +77,29 @@ def _deepseek_v3(**fields: Any) -> dict[str, Any]:
     return {key: value for key, value in config.items() if value is not ...}
 
 
+def _linear(architecture: str, model_type: str, **fields: Any) -> dict[str, Any]:
+    sizes = {
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 4,
+        "linear_conv_kernel_dim": 4,
+        "full_attention_interval": 2,
+        "partial_rotary_factor": 0.25,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 32,
+        "rms_norm_eps": 1e-2,  # of heads whose output is near 0 a norm shows the rounding
+    }
+    config = _config(architecture, model_type, **(sizes | fields))
+    return {key: value for key, value in config.items() if value is not ...}
+
+
 # with a base of 100, one of the four frequencies is between those that stay and those that are stretched whole
 _YARN = {
     "type": "yarn",
@@ -176,6 +199,33 @@ CONFIGS: dict[str, dict[str, Any]] = {
         rope_theta=100.0,
         rope_scaling=_YARN,
     ),
+    "qwen3_next": _linear(
+        "Qwen3NextForCausalLM",
+        "qwen3_next",
+        rope_theta=1e7,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        norm_topk_prob=True,
+    ),
+    "qwen3_5_text": _linear(
+        "Qwen3_5ForCausalLM",
+        "qwen3_5_text",
+        linear_num_key_heads=8,
+        tie_word_embeddings=True,
+        partial_rotary_factor=...,
+        full_attention_interval=...,
+        layer_types=["full_attention", "linear_attention", "linear_attention", "full_attention"],
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.5,
+            "mrope_interleaved": True,
+            "mrope_section": [2, 1, 1],
+        },
+        **dict.fromkeys(("num_experts", "num_experts_per_tok", "moe_intermediate_size"), ...),
+        shared_expert_intermediate_size=...,
+    ),
+    "qwen3_5_moe_text": _linear("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", rope_theta=1e7),
     "qwen3_moe_plain": _qwen3_moe(norm_topk_prob=False, tie_word_embeddings=True),
 }
 

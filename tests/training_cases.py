@@ -16,6 +16,7 @@ from tiny_engines import text_of
 from megarl.algorithms.loss import LossInput, LossOutput
 from megarl.models.architecture import Architecture, Layer
 from megarl.models.parts.experts import Experts, MixtureOfExperts
+from megarl.models.parts.gated_delta import GatedDelta
 from megarl.models.parts.latent import Latent
 from megarl.models.parts.rotary import Yarn
 from megarl.models.parts.stacked_experts import StackedExperts
@@ -101,6 +102,27 @@ LATENT = replace(
     layers=tuple((replace(layer, attention=_LATENT), count) for layer, count in SOME_WITH_EXPERTS.layers),
 )
 """Latent attention in the same layers, as DeepSeek-V3's."""
+_LINEAR = GatedDelta(num_key_heads=4, num_value_heads=8, key_head_dim=6, value_head_dim=4, conv_kernel=4, joined=True)
+_GATED = replace(ARCH.attention, qkv_bias=False, zero_centered_norms=True, output_gate=True, partial_rotary_factor=0.5)
+_SHARED = Experts(
+    ffn_hidden_size=16,
+    shared_ffn_hidden_size=32,
+    shared_gate=True,
+    shared_name="shared_expert",
+    moe=MixtureOfExperts(num_experts=6, experts_per_token=2, norm_topk_prob=True),
+)
+LINEAR = replace(
+    ARCH,
+    family="qwen3_next",
+    layers=tuple(
+        (Layer(attention=attention, mlp=_SHARED), count)
+        for attention, count in ((_LINEAR, 2), (_GATED, 1), (_LINEAR, 1))
+    ),
+    zero_centered_norms=True,
+    output="lm",
+    norm_eps=1e-2,  # a first token's output, its value times query and key, is so near 0 that a norm shows its rounding
+)
+"""Gated delta nets, a layer of gated attention among them, with experts and a gated one for all, as Qwen3-Next's."""
 SEQUENCES = 16
 
 

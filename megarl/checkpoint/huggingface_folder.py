@@ -29,8 +29,12 @@ INDEX = "model.safetensors.index.json"
 FURTHER = "model-mtp.safetensors"
 """Layers for multi-token prediction in an export, as they were in the folder that the model came from."""
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
-_FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
+_FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 """Fields of `config.json` that count layers after the last, for multi-token prediction (arXiv 2412.19437)."""
+_FURTHER_MODULE = "mtp."
+"""Prefix of the names of such layers in Qwen's files, whose `config.json` need not count them."""
+_BESIDE_IMAGES = "model.language_model."
+"""Prefix that transformers 5 gives the weights of a language model that it took out of a model with images."""
 _COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")  # buffers that old files hold and every model computes
 OF_TOKENIZERS = re.compile(
     r"(special_tokens_map|added_tokens|vocab|chat_template)\.json|tokenizer.*\.(json|model)"
@@ -43,7 +47,7 @@ def check_weights(folder: str, arch: Architecture) -> None:
 
     A tied model's `lm_head.weight` is left out, after a check that it is the embedding, byte by byte. A scalar output
     may be absent, and a language model's output, which is left out, may be in its place. There may also be layers for
-    multi-token prediction, if config.json names some.
+    multi-token prediction, if config.json or their names say so.
     """
     stored, tensors = weight_entries(folder), logical_tensors(arch)
     if arch.tied and OUTPUT in stored and EMBEDDING in stored:
@@ -80,14 +84,14 @@ def check_weights(folder: str, arch: Architecture) -> None:
 def further_entries(folder: str, arch: Architecture) -> dict[str, Entry]:
     """List the tensors of a folder's layers for multi-token prediction by name; none where it has no weights."""
     has_weights = any(os.path.isfile(os.path.join(folder, name)) for name in (INDEX, SINGLE))
-    if not has_weights or not _further_layers(read_config(folder)):
+    if not has_weights:
         return {}
     return _of_further_layers(weight_entries(folder), folder, arch)
 
 
 def _of_further_layers(entries: Mapping[str, Entry], folder: str, arch: Architecture) -> dict[str, Entry]:
-    prefixes = tuple(layer_prefix(arch.num_layers + i) for i in range(_further_layers(read_config(folder))))
-    return {name: entry for name, entry in entries.items() if name.startswith(prefixes)}
+    layers = [layer_prefix(arch.num_layers + i) for i in range(_further_layers(read_config(folder)))]
+    return {name: entry for name, entry in entries.items() if name.startswith((_FURTHER_MODULE, *layers))}
 
 
 def further_layers_remark(folder: str, *, exports: bool = True) -> list[str]:
@@ -96,12 +100,12 @@ def further_layers_remark(folder: str, *, exports: bool = True) -> list[str]:
     Args:
         exports: whether what is written is an export, or a run that writes some; otherwise it holds no such layers.
     """
-    count = _further_layers(read_config(folder))
-    if not count:
+    count, entries = _further_layers(read_config(folder)), further_entries(folder, read_architecture(folder))
+    if not count and not entries:
         return []
-    layers = "a layer" if count == 1 else f"{count} layers"
+    layers = f"{count} layers" if count > 1 else "a layer"
     fate = "not trained, and left out of exports"
-    if further_entries(folder, read_architecture(folder)):
+    if entries:
         fate = "not trained, exported unchanged" if exports else "left out; an export with --model=FOLDER has it again"
     return [f"remark: '{folder}' has {layers} for multi-token prediction: {fate}"]
 
@@ -156,7 +160,12 @@ def weight_entries(folder: str) -> dict[str, Entry]:
         files = [SINGLE]
     else:
         raise ValueError(_no_weights(folder))
-    return {name: entry for file in files for name, entry in read_header(os.path.join(folder, file)).items()}
+    headers = (read_header(os.path.join(folder, file)) for file in files)
+    return {_without_images(name): entry for header in headers for name, entry in header.items()}
+
+
+def _without_images(name: str) -> str:
+    return f"model.{name.removeprefix(_BESIDE_IMAGES)}" if name.startswith(_BESIDE_IMAGES) else name
 
 
 def indexed_files(folder: str) -> list[str]:

@@ -38,8 +38,8 @@ class HuggingFaceWeights:
         if tensor.name == SCORE and SCORE not in self._entries:
             return torch.zeros([hi - lo for lo, hi in box])
         at = file_slice(tensor.in_file(), tuple(box[axis] for axis in tensor.order))
-        file = self._entries[tensor.name].file
-        if file not in self._files:
-            self._files[file] = safe_open(file, framework="pt")
-        part: Tensor = self._files[file].get_slice(tensor.name)[tuple(slice(*r) for r in at.ranges)]
+        entry = self._entries[tensor.name]
+        if entry.file not in self._files:
+            self._files[entry.file] = safe_open(entry.file, framework="pt")
+        part: Tensor = self._files[entry.file].get_slice(entry.name)[tuple(slice(*r) for r in at.ranges)]
         return as_logical(tensor, part.view(at.view)[tuple(slice(*i) for i in at.index)])

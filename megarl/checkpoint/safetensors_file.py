@@ -26,12 +26,14 @@ class Entry:
 
     Attributes:
         file: path.
+        name: of the tensor in the file.
         dtype: name of the type in the format, such as "BF16".
         shape: size of each axis.
         start, stop: bytes of the file that are its elements, row-major.
     """
 
     file: str
+    name: str
     dtype: str
     shape: tuple[int, ...]
     start: int
@@ -58,7 +60,7 @@ def read_header(file: str) -> dict[str, Entry]:
                 if not fits or (itemsize is not None and last - first != math.prod(shape) * itemsize):
                     raise ValueError(f"{name} of shape {list(shape)} would be bytes {first} to {last}")
                 start, stop = (8 + length + at for at in (first, last))
-                entries[name] = Entry(file=file, dtype=tensor["dtype"], shape=shape, start=start, stop=stop)
+                entries[name] = Entry(file=file, name=name, dtype=tensor["dtype"], shape=shape, start=start, stop=stop)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise ValueError(f"'{file}' is not a safetensors file: {e}") from e
     end = max((entry.stop for entry in entries.values()), default=0)

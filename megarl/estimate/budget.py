@@ -25,7 +25,7 @@ from megarl.estimate.model_memory import (
     splits_optimizer,
     state_of,
 )
-from megarl.models.sizes import STAGING_SLAB_BYTES, blocks_for, most_blocks
+from megarl.models.sizes import STAGING_SLAB_BYTES, blocks_for, most_blocks, state_bytes
 from megarl.phases import Item, Phase
 from megarl.reshard.transport.copies import TILE_WORDS, WIDEST
 from megarl.role_kinds import REFERENCE
@@ -128,7 +128,8 @@ def _stage_budget(job: Job, accelerator: Accelerator, stage: int, moved: int, ca
     engine, awake = {}, {}
     if job.generates:
         weights = {"engine weights": job.itemsize * own_engine_elements(job, stage)}
-        cache = {"KV cache": cache_bytes}
+        states = sequence_states(job)
+        cache = {"KV cache": cache_bytes} | ({"sequence states": states} if states else {})
         awake = {} if job.config.actor_rollout_ref.rollout.free_cache_engine else weights | cache
         engine = {
             Phase.RESHARD: awake | weights | {"reshard buffers": reshard_buffers(job, moved)},
@@ -170,12 +171,19 @@ def engine_activations(job: Job) -> int:
     )
 
 
+def sequence_states(job: Job) -> int:
+    """Count the bytes of what linear attention keeps of the sequences that are decoded together."""
+    rollout = job.config.actor_rollout_ref.rollout
+    return state_bytes(job.arch, tp=job.generation.tp, max_num_seqs=rollout.max_num_seqs)
+
+
 def cache_room(job: Job, accelerator: Accelerator) -> CacheRoom:
     """Count the blocks that `gpu_memory_utilization` leaves room for, at most as many as the engine can use."""
     rollout, block_size = job.config.actor_rollout_ref.rollout, job.engine.block_size
     block_bytes = block_size * job.kv_bytes_per_token
     weights = job.itemsize * max(own_engine_elements(job, stage) for stage in range(job.train.pp))
-    left = int(rollout.gpu_memory_utilization * accelerator.memory) - weights - engine_activations(job)
+    beside = weights + engine_activations(job) + sequence_states(job)
+    left = int(rollout.gpu_memory_utilization * accelerator.memory) - beside
     longest = job.max_sequence_length
     useful = most_blocks(max_num_seqs=rollout.max_num_seqs, max_model_len=longest, block_size=block_size)
     blocks = min(max(0, left // block_bytes), useful)

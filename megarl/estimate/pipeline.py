@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from megarl.estimate.job import active_parameters
 from megarl.estimate.model import ModelJob
-from megarl.models.sizes import layer_attention_flops
 
 
 def stage_flops(model: ModelJob, tokens: float) -> list[float]:
@@ -15,7 +14,7 @@ def stage_flops(model: ModelJob, tokens: float) -> list[float]:
     arch, layout, active = model.arch, model.layout, active_parameters(model.arch)
     layers: list[float] = []
     for first, (layer, count) in zip(arch.firsts, arch.layers, strict=True):
-        layers += [2 * active[first] * tokens + layer_attention_flops(layer, tokens, tokens**2)] * count
+        layers += [2 * active[first] * tokens + layer.attention.flops(tokens, tokens**2)] * count
     chunks = [sum(layers[number] for number in chunk) for chunk in layout.all_layers(arch.num_layers)]
     stages = [sum(chunks[stage :: layout.pp]) for stage in range(layout.pp)]
     stages[-1] += 2 * active[None] * tokens

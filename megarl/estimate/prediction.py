@@ -24,7 +24,7 @@ from megarl.estimate.job import (
 from megarl.estimate.model import ModelJob
 from megarl.estimate.pipeline import bubble, imbalance
 from megarl.models.architecture import Architecture
-from megarl.models.sizes import attention_flops
+from megarl.models.sizes import attention_flops, state_bytes
 from megarl.phases import Phase
 from megarl.reshard.traffic import Traffic, reshard_traffic
 
@@ -126,8 +126,8 @@ def _busy_seconds(job: Job, model: ModelJob, accelerator: Accelerator, lengths: 
 
 def generation_seconds(job: Job, accelerator: Accelerator, lengths: Lengths, cache: CacheRoom) -> float:
     """Predict generation: the prompts' FLOPs; then every decode step reads from memory the weights it needs and the
-    running sequences' keys and values, half of the response being there on average, and schedules and samples for each
-    of them. inf if no sequence fits."""
+    running sequences' keys and values, half of the response being there on average, reads and writes their states, and
+    schedules and samples for each of them. inf if no sequence fits."""
     rollout, prompts = job.config.actor_rollout_ref.rollout, job.config.data.train_batch_size
     per_replica = math.ceil(prompts / job.generation.replicas)
     prefill = per_replica * forward_flops(job.arch, lengths.prompt) / (job.generation.tp * _flops(job, accelerator))
@@ -137,7 +137,8 @@ def generation_seconds(job: Job, accelerator: Accelerator, lengths: Lengths, cac
     if together == 0:
         return math.inf
     steps = math.ceil(sequences / together) * lengths.response
-    read = _engine_bytes_read(job, together) + together * context * job.kv_bytes_per_token
+    states = 2 * state_bytes(job.arch, tp=job.generation.tp, max_num_seqs=0)
+    read = _engine_bytes_read(job, together) + together * (context * job.kv_bytes_per_token + states)
     return prefill + steps * (read / accelerator.memory_rate + together * accelerator.token)
 
 

@@ -122,6 +122,11 @@ class Architecture:
         )
 
     @property
+    def recurrent(self) -> bool:
+        """Say whether layers keep a state of a sequence, from which only that very sequence can go on."""
+        return any(layer.attention.state_shapes(1) for layer in self.kinds)
+
+    @property
     def tied(self) -> bool:
         """Return whether the output layer is the embedding."""
         return self.output == "tied"

@@ -9,6 +9,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -29,10 +30,12 @@ class PackedSequences(PackedSeqParams):
     """Describes a packed micro-batch to Megatron-Core, and to torch's attention.
 
     Attributes:
+        lengths: tokens of each sequence; on the host.
         positions: int64 [tokens], each token's place in its sequence.
         slots: int64 [tokens], each token's place in the padded [sequences * longest] view.
     """
 
+    lengths: tuple[int, ...] = ()
     positions: Tensor | None = None
     slots: Tensor | None = None
 
@@ -50,6 +53,7 @@ def packed_sequences(lengths: list[int], device: torch.device) -> PackedSequence
         cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        lengths=tuple(lengths),
         positions=upload(positions, device),
         slots=upload(row * longest + positions, device),
     )
@@ -152,6 +156,20 @@ class TorchAttention(CausalAttention):
         return rotate(query, cos_sin), rotate(key, cos_sin)
 
 
+class GatedSelfAttention(SelfAttention):
+    """Is Megatron-Core's attention with an output gate, also with fewer KV heads than tensor-parallel ranks.
+
+    Its own then gives each rank the gates of all heads of a KV head, and the queries of its own heads.
+    """
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        """Compute queries, keys, values and gates, each [tokens, batch, heads of this rank, head_dim]."""
+        query, key, value, gate = super().get_query_key_value_tensors(*args, **kwargs)
+        heads = query.shape[2]
+        part = self.pg_collection.tp.rank() % (gate.shape[2] // heads)
+        return query, key, value, gate[:, :, part * heads : (part + 1) * heads]
+
+
 def cos_sin_of(attention: Rotary, tokens: Tensor, packed: PackedSequences | None) -> Tensor:
     """Take the rows of the rotary table for tokens [tokens, ...] packed or [length, batch, ...], as `rotate` has them.
 
@@ -183,5 +201,7 @@ def _cached_rope(attention: Rotary, length: int, device: torch.device) -> Tensor
 def set_modules(spec: ModuleSpec, attention: GroupedQuery) -> None:
     """Set classes in Megatron-Core's spec of self-attention, which builds modules from them."""
     parts = spec.submodules
+    if attention.output_gate:
+        spec.module = GatedSelfAttention
     parts.core_attention = type("TorchAttention", (TorchAttention,), {"attention": attention})
     parts.q_layernorm = parts.k_layernorm = RMSNorm if attention.qk_norm else IdentityOp

@@ -152,7 +152,9 @@ def transformer_fields(
     for layer in arch.kinds:
         fields |= layer.megatron_fields()
     fields |= _activation(fields.get("activation_func", "silu"), on_gpu)
-    if arch.moe and len(arch.kinds) > 1:
+    two_attentions = len({type(layer.attention) for layer in arch.kinds}) > 1
+    if (arch.moe and len(arch.kinds) > 1) or two_attentions:
+        # a list also makes Megatron-Core's checkpoints hold layers one by one, not stacked as if they had equal weights
         fields |= dict(moe_layer_freq=[int(isinstance(layer.mlp, Experts)) for layer in arch.each_layer])
     if recompute:
         fields |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)

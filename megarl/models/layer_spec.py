@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -15,15 +16,12 @@ from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megarl.models import attention, latent_attention
 from megarl.models.architecture import Architecture, Layer
 from megarl.models.expert_output import ExpertOutput
 from megarl.models.kernels import TRITON
 from megarl.models.norm import RMSNorm
 from megarl.models.output_norms import LayerWithOutputNorms
 from megarl.models.parameter_names import ParameterNames
-from megarl.models.parts.grouped_query import GroupedQuery
-from megarl.models.parts.latent import Latent
 from megarl.models.parts.stacked_experts import StackedExperts
 from megarl.parallel.cpu import counts_on_host
 
@@ -32,12 +30,6 @@ if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None
 if not torch.cuda.is_available():
     token_dispatcher.maybe_move_tensor_to_cpu = counts_on_host
-
-
-_SET_ATTENTION: dict[type, Callable[[ModuleSpec, Any], None]] = {
-    GroupedQuery: attention.set_modules,
-    Latent: latent_attention.set_modules,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +75,7 @@ def _torch_layer(kind: Layer) -> ModuleSpec:
         _submodules(_submodules(parts.mlp).experts).linear_fc2 = ExpertOutput
     if kind.output_norms:
         module.module = LayerWithOutputNorms
-    _SET_ATTENTION[type(kind.attention)](parts.self_attention, kind.attention)
+    import_module(kind.attention.training_module).set_modules(parts.self_attention, kind.attention)
     return module
 
 
@@ -109,6 +101,6 @@ def _spec_arguments(kind: Layer) -> dict[str, Any]:
     fields = kind.megatron_fields()
     return dict(
         num_experts=fields.get("num_moe_experts"),
-        qk_layernorm=fields["qk_layernorm"],
+        qk_layernorm=fields.get("qk_layernorm", False),
         multi_latent_attention=fields.get("multi_latent_attention", False),
     )

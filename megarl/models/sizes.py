@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from megarl.models.architecture import Architecture, Layer
+from megarl.models.architecture import Architecture
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 """Bytes of an element by `actor_rollout_ref.model.dtype`."""
@@ -40,6 +40,16 @@ def kv_bytes_per_token(arch: Architecture, *, tp: int, itemsize: int) -> int:
     return itemsize * sum(count * math.prod(layer.attention.cache_shape(tp)) for layer, count in arch.layers)
 
 
+def state_bytes(arch: Architecture, *, tp: int, max_num_seqs: int) -> int:
+    """Count the bytes of what each rank of a native engine keeps of its sequences however long they are.
+
+    A slot of no sequence is among them, and a decode step's copy of the largest layer's.
+    """
+    layers = {layer: sum(map(math.prod, layer.attention.state_shapes(tp))) for layer in arch.kinds}
+    whole = sum(count * layers[layer] for layer, count in arch.layers)
+    return ITEMSIZE["float32"] * ((max_num_seqs + 1) * whole + max_num_seqs * max(layers.values()))
+
+
 def layer_activations(arch: Architecture, *, tp: int, sequence_parallel: bool, ep: int = 1) -> float:
     """Count the elements per token that the largest layer of the training layout keeps for the backward pass.
 
@@ -63,20 +73,12 @@ def layer_activations(arch: Architecture, *, tp: int, sequence_parallel: bool, e
 
 
 def attention_flops(arch: Architecture, tokens: float, squares: float) -> float:
-    """Count causal attention's FLOPs in a forward pass over all layers.
-
-    A window of w counts as if every token saw w tokens, though the first w of a sequence see fewer: at most.
+    """Count attention's FLOPs in a forward pass over all layers, but for those of its weights.
 
     Args:
         tokens, squares: sums of the sequences' lengths and of their squares.
     """
-    return sum(count * layer_attention_flops(layer, tokens, squares) for layer, count in arch.layers)
-
-
-def layer_attention_flops(layer: Layer, tokens: float, squares: float) -> float:
-    """Count those of one layer."""
-    window = layer.attention.sliding_window
-    return layer.attention.flops(min(squares, 2 * window * tokens) if window else squares)
+    return sum(count * layer.attention.flops(tokens, squares) for layer, count in arch.layers)
 
 
 def prefill_activations(arch: Architecture, *, tp: int, ep: int = 1) -> int:
@@ -109,7 +111,7 @@ def native_activation_bytes(
     max_num_batched_tokens: int,
     max_model_len: int,
 ) -> int:
-    """Bound the bytes that the native engine's forward passes hold beside weights and KV cache."""
+    """Bound the bytes that the native engine's forward passes hold beside weights, KV cache and states."""
     tokens = max(max_num_batched_tokens, max_model_len)
     layer = itemsize * tokens * prefill_activations(arch, tp=tp, ep=ep)
     return layer + sampler_bytes(arch, max_num_seqs=max_num_seqs, itemsize=itemsize)

@@ -14,10 +14,12 @@ from megarl.parallel.layout import TrainLayout
 
 LEAST_WIDTH = 32
 """Of an MLP, an expert or a part of latent attention."""
+LINEAR_HEAD_DIM = 8
 MOST_EXPERTS, EXPERTS_PER_TOKEN = 4, 2
 _WIDTHS = (
     "intermediate_size",
     "moe_intermediate_size",
+    "shared_expert_intermediate_size",
     "q_lora_rank",
     "kv_lora_rank",
     "qk_nope_head_dim",
@@ -75,8 +77,11 @@ def small_config(
         small["num_experts_per_tok"] = min(small["num_experts_per_tok"], EXPERTS_PER_TOKEN)
     if small.get("layer_types"):
         small["layer_types"] = _some_of_each(small["layer_types"], small["num_hidden_layers"])
-    if "sliding_window_pattern" in small:
-        small["sliding_window_pattern"] = 2
+    small |= {name: 2 for name in ("sliding_window_pattern", "full_attention_interval") if name in small}
+    if "linear_num_key_heads" in small:
+        heads, per_key = math.lcm(*splits.tensor), small["linear_num_value_heads"] // small["linear_num_key_heads"]
+        small |= {"linear_num_key_heads": heads, "linear_num_value_heads": heads * per_key}
+        small |= {"linear_key_head_dim": LINEAR_HEAD_DIM, "linear_value_head_dim": LINEAR_HEAD_DIM}
     if vocab_size is not None:  # the tokens that the files name are another tokenizer's
         small |= {"vocab_size": vocab_size, **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))}
     return _with_heads(small, splits, serves)

@@ -12,7 +12,8 @@ To add one:
 with Hugging Face's files and the logits with `transformers`, for the training layout and for the native engine.
 
 A kind of attention or of MLP that is not among `megarl.models.parts` is one file there, which says all that is known of
-it before a run, and one file in `megarl.rollout.native.parts`, which computes it while it generates.
+it before a run, and one file in `megarl.rollout.native.parts`, which computes it while it generates. In training,
+attention is computed by the module that its part names (`training_module`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ from megarl.models.families import (
     mixtral,
     qwen2,
     qwen3,
+    qwen3_5_moe_text,
+    qwen3_5_text,
     qwen3_moe,
+    qwen3_next,
 )
 
 FAMILIES: dict[str, Callable[[dict[str, Any]], Architecture]] = {
@@ -47,7 +51,16 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], Architecture]] = {
     "DeepseekV3ForCausalLM": deepseek_v3.architecture,
     "Gemma3ForCausalLM": gemma3_text.architecture,
     "GptOssForCausalLM": gpt_oss.architecture,
+    "Qwen3NextForCausalLM": qwen3_next.architecture,
+    "Qwen3_5ForCausalLM": qwen3_5_text.architecture,
+    "Qwen3_5MoeForCausalLM": qwen3_5_moe_text.architecture,
 }
+
+_WITH_IMAGES = {
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
+}
+"""The language models in models with images, where transformers can save them alone."""
 
 _CLASSIFIERS = {"Gemma3TextForSequenceClassification": "Gemma3ForCausalLM"}
 """The language models under sequence classifiers, where one is not named after the other."""
@@ -80,6 +93,11 @@ def read_architecture(path: str) -> Architecture:
     except (ValueError, TypeError, AttributeError, RecursionError, OSError) as e:
         raise ValueError(f"'{file}' is not a JSON object: {e}") from e
     name = language_model_of(str(names[0]))
+    if name in _WITH_IMAGES:
+        raise ValueError(
+            f"'{file}': {name} has images; save its language model alone, with transformers' "
+            f"{_WITH_IMAGES[name]}.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
+        )
     if name not in FAMILIES:
         raise ValueError(f"'{file}': architecture {names[0]} is not supported; supported: {', '.join(FAMILIES)}")
     try:

@@ -10,7 +10,7 @@ from megarl.models.parts.part import MLPPart, check_counts
 from megarl.models.parts.router import Router
 from megarl.models.parts.swiglu import MATRICES, check_width, gated_tensors, place_gated
 from megarl.models.placements import LayerPlace, Placement
-from megarl.models.tensors import LogicalTensor
+from megarl.models.tensors import LogicalTensor, table
 from megarl.parallel.layout import TrainLayout
 
 
@@ -34,6 +34,8 @@ class Experts(MLPPart):
     Attributes:
         ffn_hidden_size: width of each expert.
         shared_ffn_hidden_size: width of an MLP beside them that every token goes through; 0: there is none.
+        shared_gate: what that MLP computes of a token is multiplied by the sigmoid of a number (Qwen3-Next).
+        shared_name: name of that MLP within the block, in Hugging Face files.
     """
 
     fused_norm: ClassVar = None  # the router needs the normalised input as well
@@ -43,6 +45,8 @@ class Experts(MLPPart):
     ffn_hidden_size: int
     moe: MixtureOfExperts
     shared_ffn_hidden_size: int = 0
+    shared_gate: bool = False
+    shared_name: str = "shared_experts"
 
     def __post_init__(self) -> None:
         check_counts(self, "ffn_hidden_size", *(["shared_ffn_hidden_size"] if self.shared_ffn_hidden_size else []))
@@ -50,7 +54,12 @@ class Experts(MLPPart):
     @property
     def shared_module(self) -> str:
         """Name the shared MLP within a layer, in Hugging Face files and in the engines."""
-        return f"{self.moe.module}.shared_experts."
+        return f"{self.moe.module}.{self.shared_name}."
+
+    @property
+    def shared_gate_weight(self) -> str:
+        """Name the weight of the shared MLP's gate, likewise."""
+        return f"{self.moe.module}.{self.shared_name}_gate.weight"
 
     @property
     def _matrices(self) -> tuple[str, str, str]:
@@ -65,6 +74,8 @@ class Experts(MLPPart):
             yield from gated_tensors(layer + self._module(expert), self._matrices, hidden, self.ffn_hidden_size)
         if self.shared_ffn_hidden_size:
             yield from gated_tensors(layer + self.shared_module, MATRICES, hidden, self.shared_ffn_hidden_size)
+        if self.shared_gate:
+            yield table(layer + self.shared_gate_weight, "matrix", gate=1, hidden=hidden)
 
     def training(self, at: LayerPlace) -> Iterator[Placement]:
         yield from self.moe.router_in_training(at)
@@ -74,7 +85,8 @@ class Experts(MLPPart):
                 params = (f"{module}linear_fc1.weight", f"{module}linear_fc2.weight")
                 yield from self._place(at, expert, params)
         module = "mlp.shared_experts."
-        yield from self._place_shared(at, (f"{module}linear_fc1.weight", f"{module}linear_fc2.weight"))
+        params = (f"{module}linear_fc1.weight", f"{module}linear_fc2.weight")
+        yield from self._place_shared(at, params, f"{module}gate_weight")
 
     def engine(self, at: LayerPlace) -> Iterator[Placement]:
         """Stack experts along a first axis: [experts, 2 ffn / tp, hidden] and [experts, hidden, ffn / tp].
@@ -85,7 +97,7 @@ class Experts(MLPPart):
         for local, expert in enumerate(at.expert_place.own(self.moe.num_experts)):
             if expert in at.experts:
                 yield from self._place(at, expert, self.stacked_in_engine, row=local)
-        yield from self._place_shared(at, self.shared_in_engine)
+        yield from self._place_shared(at, self.shared_in_engine, self.shared_gate_weight)
 
     def _place(
         self, at: LayerPlace, expert: int, params: tuple[str, str], row: int | None = None
@@ -105,9 +117,11 @@ class Experts(MLPPart):
         """Name the shared MLP's parameters in the engines: gate and up together, and down."""
         return f"{self.shared_module}gate_up_proj.weight", f"{self.shared_module}down_proj.weight"
 
-    def _place_shared(self, at: LayerPlace, params: tuple[str, str]) -> Iterator[Placement]:
+    def _place_shared(self, at: LayerPlace, params: tuple[str, str], gate: str) -> Iterator[Placement]:
         if self.shared_ffn_hidden_size:
             yield from place_gated(at, self.shared_module, MATRICES, params, self.shared_ffn_hidden_size)
+        if self.shared_gate:
+            yield at.whole(self.shared_gate_weight, gate, 1, at.hidden)
 
     def check_split(self, tp: int, key: str, ep: int = 1) -> None:
         check_width(self.ffn_hidden_size, tp // ep, key)
@@ -147,4 +161,5 @@ class Experts(MLPPart):
         return self.moe.router_fields() | dict(
             moe_ffn_hidden_size=self.ffn_hidden_size,
             moe_shared_expert_intermediate_size=self.shared_ffn_hidden_size or None,
+            moe_shared_expert_gate=self.shared_gate,
         )

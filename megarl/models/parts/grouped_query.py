@@ -21,6 +21,8 @@ class GroupedQuery(AttentionPart):
         num_attention_heads, num_key_value_heads, head_dim: query heads are a multiple of KV heads.
         qkv_bias: biases on the q, k and v projections (Qwen2).
         output_bias: a bias on the projection of the output (gpt-oss).
+        output_gate: what a head attends to is multiplied by the sigmoid of a gate, whose rows of `q_proj` stand after
+            those of the head's query (Qwen3-Next).
         sinks: a learned logit of each query head takes part in its softmax, and counts for nothing else (gpt-oss).
         qk_norm: RMSNorm over head_dim on queries and keys (Qwen3).
         rope_theta: base of the rotary frequencies.
@@ -32,6 +34,7 @@ class GroupedQuery(AttentionPart):
     """
 
     fused_norm: ClassVar = "self_attention.linear_qkv.layer_norm_weight"
+    training_module: ClassVar = "megarl.models.attention"
     in_vllm: ClassVar = True
 
     num_attention_heads: int
@@ -39,6 +42,7 @@ class GroupedQuery(AttentionPart):
     head_dim: int
     qkv_bias: bool = False
     output_bias: bool = False
+    output_gate: bool = False
     sinks: bool = False
     qk_norm: bool = False
     rope_theta: float = 10_000.0
@@ -73,7 +77,7 @@ class GroupedQuery(AttentionPart):
 
     @property
     def transformer_engine(self) -> bool:
-        return self.sliding_window is None and not self.sinks
+        return self.sliding_window is None and not self.sinks and not self.output_gate
 
     @property
     def queries_per_group(self) -> int:
@@ -86,10 +90,11 @@ class GroupedQuery(AttentionPart):
     def tensors(self, layer: str, hidden: int) -> Iterator[LogicalTensor]:
         groups, dim = self.num_key_value_heads, self.head_dim
         for proj, query in (("q", self.queries_per_group), ("k", 1), ("v", 1)):
-            heads = dict(kv_group=groups, query=query, head_dim=dim)
-            yield table(f"{layer}self_attn.{proj}_proj.weight", "matrix", out_axes=3, **heads, hidden=hidden)
+            gated = {"half": 2} if self.output_gate and proj == "q" else {}
+            heads = dict(kv_group=groups, query=query, **gated, head_dim=dim)
+            yield table(f"{layer}self_attn.{proj}_proj.weight", "matrix", out_axes=len(heads), **heads, hidden=hidden)
             if self.qkv_bias:
-                yield table(f"{layer}self_attn.{proj}_proj.bias", "bias", out_axes=3, **heads)
+                yield table(f"{layer}self_attn.{proj}_proj.bias", "bias", out_axes=len(heads), **heads)
         if self.qk_norm:
             for proj in ("q", "k"):
                 yield norm(f"{layer}self_attn.{proj}_norm.weight", dim, zero_centered=self.zero_centered_norms)
@@ -101,7 +106,7 @@ class GroupedQuery(AttentionPart):
             yield table(f"{layer}self_attn.sinks", "matrix", out_axes=2, kv_group=groups, query=self.queries_per_group)
 
     def training(self, at: LayerPlace) -> Iterator[Placement]:
-        """Place `linear_qkv`: rows [kv_group, queries of the group + k + v, head_dim], split evenly over TP."""
+        """Place `linear_qkv`: rows [kv_group, queries of the group + gates + k + v, head_dim], split evenly over TP."""
         for leaf in self._qkv_leaves:
             if self.num_key_value_heads % at.tp == 0:
                 yield from self._whole_groups(at, leaf)
@@ -115,42 +120,57 @@ class GroupedQuery(AttentionPart):
     def _slots(self) -> dict[str, tuple[int, int]]:
         """Give the heads of a group of `linear_qkv`, as half-open ranges."""
         queries = self.queries_per_group
-        return {"q": (0, queries), "k": (queries, queries + 1), "v": (queries + 1, queries + 2)}
+        first = 2 * queries if self.output_gate else queries
+        gates = {"gate": (queries, first)} if self.output_gate else {}
+        return {"q": (0, queries), **gates, "k": (first, first + 1), "v": (first + 1, first + 2)}
+
+    def _half(self, slot: str) -> Box:
+        """Give the part of the axis that tells queries and gates apart, which only a gated `q_proj` has."""
+        half = {"q": 0, "gate": 1}.get(slot) if self.output_gate else None
+        return () if half is None else ((half, half + 1),)
 
     def _whole_groups(self, at: LayerPlace, leaf: str) -> Iterator[Placement]:
-        per_group, dim, n = self.queries_per_group, self.head_dim, self.num_key_value_heads // at.tp
+        dim, n, slots = self.head_dim, self.num_key_value_heads // at.tp, self._slots()
         tail, tail_box = _hidden_tail(at, leaf)
-        for proj, (lo, hi) in self._slots().items():
+        (_, per_group), own = slots["v"], (at.rank * n, (at.rank + 1) * n)
+        for slot, (lo, hi) in slots.items():
+            half = self._half(slot)
             yield Placement(
-                tensor=f"{at.tensors}self_attn.{proj}_proj.{leaf}",
-                box=((at.rank * n, (at.rank + 1) * n), (0, hi - lo), (0, dim), *tail_box),
+                tensor=f"{at.tensors}self_attn.{_projection(slot)}.{leaf}",
+                box=(own, (0, hi - lo), *half, (0, dim), *tail_box),
                 param=f"{at.params}self_attention.linear_qkv.{leaf}",
-                rows=(0, n * (per_group + 2) * dim),
-                view=(n, per_group + 2, dim, *tail),
-                index=((0, n), (lo, hi), (0, dim), *tail_box),
+                rows=(0, n * per_group * dim),
+                view=(n, per_group, *(1 for _ in half), dim, *tail),
+                index=((0, n), (lo, hi), *((0, 1) for _ in half), (0, dim), *tail_box),
             )
 
     def _cut_groups(self, at: LayerPlace, leaf: str) -> Iterator[Placement]:
         """Place the rows of a rank where KV groups are fewer than ranks: they are in one group, and may cut heads."""
-        per_group, dim, slots = self.queries_per_group, self.head_dim, self._slots()
-        _, tail_box = _hidden_tail(at, leaf)
-        rows = self.num_key_value_heads * (per_group + 2) * dim // at.tp
+        dim, slots = self.head_dim, self._slots()
+        (_, per_group), (_, tail_box) = slots["v"], _hidden_tail(at, leaf)
+        rows = self.num_key_value_heads * per_group * dim // at.tp
         start, stop = at.rank * rows, (at.rank + 1) * rows
         for head in range(start // dim, -(-stop // dim)):
-            group, slot = divmod(head, per_group + 2)
-            proj = next(p for p, (lo, hi) in slots.items() if lo <= slot < hi)
-            query = slot - slots[proj][0]
+            group, number = divmod(head, per_group)
+            slot = next(slot for slot, (lo, hi) in slots.items() if lo <= number < hi)
+            query = number - slots[slot][0]
             lo, hi = max(start, head * dim), min(stop, (head + 1) * dim)
             yield place_filled(
-                f"{at.tensors}self_attn.{proj}_proj.{leaf}",
+                f"{at.tensors}self_attn.{_projection(slot)}.{leaf}",
                 f"{at.params}self_attention.linear_qkv.{leaf}",
-                ((group, group + 1), (query, query + 1), (lo - head * dim, hi - head * dim), *tail_box),
+                (
+                    (group, group + 1),
+                    (query, query + 1),
+                    *self._half(slot),
+                    (lo - head * dim, hi - head * dim),
+                    *tail_box,
+                ),
                 first_row=lo - start,
                 rows=hi - lo,
             )
 
     def engine(self, at: LayerPlace) -> Iterator[Placement]:
-        """Place `qkv_proj`: all queries, then keys, then values of the rank's heads.
+        """Place `qkv_proj`: all queries, then gates, keys and values of the rank's heads.
 
         Each rank has at least one KV head, so with fewer KV heads than ranks several ranks hold the same head.
         """
@@ -158,12 +178,13 @@ class GroupedQuery(AttentionPart):
         for leaf in self._qkv_leaves:
             _, tail_box = _hidden_tail(at, leaf)
             row = 0
-            for proj, slots in (("q", queries), ("k", (0, 1)), ("v", (0, 1))):
-                rows = (groups[1] - groups[0]) * (slots[1] - slots[0]) * self.head_dim
+            for slot in self._slots():
+                heads = (0, 1) if slot in ("k", "v") else queries
+                rows = (groups[1] - groups[0]) * (heads[1] - heads[0]) * self.head_dim
                 yield place_filled(
-                    f"{at.tensors}self_attn.{proj}_proj.{leaf}",
+                    f"{at.tensors}self_attn.{_projection(slot)}.{leaf}",
                     f"{at.params}self_attn.qkv_proj.{leaf}",
-                    (groups, slots, (0, self.head_dim), *tail_box),
+                    (groups, heads, *self._half(slot), (0, self.head_dim), *tail_box),
                     first_row=row,
                     rows=rows,
                 )
@@ -212,7 +233,8 @@ class GroupedQuery(AttentionPart):
             )
 
     def check_training(self, layout: TrainLayout, *, sequence_parallel: bool) -> None:
-        qkv = (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
+        queries = self.num_attention_heads * (2 if self.output_gate else 1)
+        qkv = (queries + 2 * self.num_key_value_heads) * self.head_dim
         if qkv % layout.tp:  # with fewer KV heads than ranks Megatron-Core cuts the rows of linear_qkv evenly
             raise ValueError(
                 f"tensor_model_parallel_size = {layout.tp} does not divide the {qkv} rows of the model's queries, keys "
@@ -220,15 +242,22 @@ class GroupedQuery(AttentionPart):
             )
 
     def activations(self, hidden: int, tp: int) -> float:
-        """Count 2 (q + kv) / t: queries, keys, values and the attention's output."""
-        return 2 * (self.num_attention_heads + self.num_key_value_heads) * self.head_dim / tp
+        """Count 2 (q + kv) / t: queries, keys, values and the attention's output; 2 q / t more of a gate."""
+        queries = self.num_attention_heads * (2 if self.output_gate else 1)
+        return 2 * (queries + self.num_key_value_heads) * self.head_dim / tp
 
     def prefill_activations(self, hidden: int, tp: int) -> int:
-        """Count 8 q / t: queries, keys and values before and after their rotation, and the attention's output."""
-        return 8 * (self.num_attention_heads // tp) * self.head_dim
+        """Count 8 q / t: queries, keys and values before and after their rotation, and the attention's output; 10 q / t
+        with a gate."""
+        return (10 if self.output_gate else 8) * (self.num_attention_heads // tp) * self.head_dim
 
-    def flops(self, squares: float) -> float:
-        """Count 2 x tokens^2 per query channel, half of the FLOPs of the full matrix (arXiv 2205.05198, appendix A)."""
+    def flops(self, tokens: float, squares: float) -> float:
+        """Count 2 x tokens^2 per query channel, half of the FLOPs of the full matrix (arXiv 2205.05198, appendix A).
+
+        A window of w counts as if every token saw w tokens, though the first w of a sequence see fewer: at most.
+        """
+        if self.sliding_window:
+            squares = min(squares, 2 * self.sliding_window * tokens)
         return 2 * squares * self.num_attention_heads * self.head_dim
 
     def megatron_fields(self) -> dict[str, Any]:
@@ -238,7 +267,12 @@ class GroupedQuery(AttentionPart):
             kv_channels=self.head_dim,
             add_qkv_bias=self.qkv_bias,
             qk_layernorm=self.qk_norm,
+            attention_output_gate=self.output_gate,
         )
+
+
+def _projection(slot: str) -> str:
+    return "q_proj" if slot == "gate" else f"{slot}_proj"
 
 
 def _hidden_tail(at: LayerPlace, leaf: str) -> tuple[tuple[int, ...], Box]:

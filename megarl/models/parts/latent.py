@@ -45,6 +45,7 @@ class Latent(AttentionPart):
 
     fused_norm: ClassVar = None
     transformer_engine = False
+    training_module: ClassVar = "megarl.models.latent_attention"
     in_vllm: ClassVar = False
 
     num_attention_heads: int
@@ -146,7 +147,7 @@ class Latent(AttentionPart):
         heads = self.num_attention_heads // tp * (6 * self.qk_head_dim + 4 * self.v_head_dim)
         return heads + 4 * (self.cached_dim + (self.q_lora_rank or 0))
 
-    def flops(self, squares: float) -> float:
+    def flops(self, tokens: float, squares: float) -> float:
         """Count tokens^2 per channel of queries and of values, half of the FLOPs of the full matrices."""
         return squares * self.num_attention_heads * (self.qk_head_dim + self.v_head_dim)
 

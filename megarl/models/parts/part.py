@@ -70,13 +70,13 @@ class AttentionPart(Part, Protocol):
     """Describes the attention of a layer, which keeps keys and values, say, of earlier tokens in the KV cache.
 
     Attributes:
+        training_module: name of the Python module whose `set_modules` makes it of Megatron-Core's spec.
         transformer_engine: whether it is trained in Transformer Engine's layers, where that is installed.
         in_vllm: whether vLLM's parameters can be written in place.
-        sliding_window: a token attends to so many tokens, itself the last of them; None: to all before it.
     """
 
+    training_module: ClassVar[str]
     in_vllm: ClassVar[bool]
-    sliding_window: int | None = None
 
     @property
     def transformer_engine(self) -> bool: ...
@@ -85,8 +85,16 @@ class AttentionPart(Part, Protocol):
         """Give the shape of a token in the KV cache of a rank: tensors (keys and values: 2), heads, width of a head."""
         ...
 
-    def flops(self, squares: float) -> float:
-        """Count a forward pass's FLOPs but for those of its weights; `squares` adds up tokens^2 of the sequences."""
+    def state_shapes(self, tp: int) -> tuple[tuple[int, ...], ...]:
+        """Give the shapes of what a rank keeps of a sequence, however long it is: float32, beside the KV cache."""
+        return ()
+
+    def flops(self, tokens: float, squares: float) -> float:
+        """Count a forward pass's FLOPs but for those of its weights.
+
+        Args:
+            tokens, squares: sums of the sequences' lengths and of their squares.
+        """
         ...
 
 

@@ -7,7 +7,14 @@ import torch.distributed as dist
 
 from megarl.host import cpu_rank_memory
 from megarl.models.architecture import Architecture
-from megarl.models.sizes import BLOCK_SIZE, blocks_for, kv_bytes_per_token, most_blocks, native_activation_bytes
+from megarl.models.sizes import (
+    BLOCK_SIZE,
+    blocks_for,
+    kv_bytes_per_token,
+    most_blocks,
+    native_activation_bytes,
+    state_bytes,
+)
 
 
 def cache_blocks(
@@ -51,7 +58,8 @@ def cache_blocks(
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
     )
-    room = min(gpu_memory_utilization * total - weight_bytes, free) - activations
+    states = state_bytes(arch, tp=tp, max_num_seqs=max_num_seqs)
+    room = min(gpu_memory_utilization * total - weight_bytes, free) - activations - states
     block_bytes = BLOCK_SIZE * kv_bytes_per_token(arch, tp=tp, itemsize=dtype.itemsize)
     blocks = min(useful, int(room // block_bytes))
     if tp_group is not None:
@@ -62,5 +70,6 @@ def cache_blocks(
         raise ValueError(
             f"the KV cache has room for {max(blocks - 1, 0) * BLOCK_SIZE} tokens, fewer than one sequence of "
             f"max_model_len = {max_model_len}: raise rollout.gpu_memory_utilization, or shorten prompts and responses"
+            + (f", or lower rollout.max_num_seqs, whose states take {states / 2**30:.1f} GiB" if states else "")
         )
     return blocks

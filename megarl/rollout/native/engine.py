@@ -47,8 +47,8 @@ class NativeEngine(Engine):
             rank, of its share of the machine's memory. The cache takes no more than `max_num_seqs` sequences of
             `max_model_len` fill, nor than is free on waking.
         decode: token ids to text, for stop strings.
-        enforce_eager: decode without CUDA graphs. CPU ranks, GPUs without Triton, latent attention (no kernel),
-            and experts with biases, which read back how many tokens each gets, always do.
+        enforce_eager: decode without CUDA graphs. CPU ranks, GPUs without Triton, latent and linear attention (no
+            kernels), and experts with biases, which read back how many tokens each gets, always do.
         share: gives the weights that the engine shares with training.
 
     Raises:
@@ -134,6 +134,7 @@ class NativeEngine(Engine):
                 max_num_batched_tokens=self._max_num_batched_tokens,
                 blocks=self._cache.blocks,
                 decode=self._decode_text,
+                recurrent=self._arch.recurrent,
             )
 
     def sleep(self, *, release_weights: bool = False) -> None:
@@ -183,7 +184,7 @@ class NativeEngine(Engine):
             attention = self._passes.prefill(cache, slots=slots, lengths=[len(s) for s in sequences])
             tokens = torch.tensor([token for s in sequences for token in s], device=self._device)
             self._decoder.forward(tokens, attention)
-        cache.copy(admission.copies)
+        cache.copy(admission.copies, admission.state_copies)
         rows = [
             (token, position, r.slot, r.blocks[position // BLOCK_SIZE], 0, 0)
             for r in admission.extended

@@ -1,8 +1,8 @@
-"""Holds the running sequences' keys and values, in blocks (arXiv 2309.06180), and the table of their blocks."""
+"""Holds the running sequences' keys and values, in blocks (arXiv 2309.06180), the table of their blocks, and states."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from megarl.models.architecture import Architecture
 from megarl.models.sizes import BLOCK_SIZE, blocks_for
 from megarl.rollout.native.blocks import SCRATCH_BLOCK
-from megarl.rollout.native.scheduler import BlockCopies, Running
+from megarl.rollout.native.scheduler import Copies, Running
 
 _FIRST_BLOCKS = 64  # of a cache in host memory
 
@@ -29,6 +29,8 @@ class KVCache:
     Attributes:
         layers: of each layer, keys and values [2, blocks, kv_heads, BLOCK_SIZE, head_dim] in the heads of this rank, or
             what else its attention keeps (`cache_shape`); on a CPU only up to the highest block used so far.
+        states: of each layer, tensors [max_num_seqs + 1, ...] of what its attention keeps of the sequence in each slot,
+            however long that is (`state_shapes`); of most kinds of attention none.
         tables: int32 [max_num_seqs + 1, blocks of the longest sequence], the blocks of the sequence in each slot. The
             last row belongs to no sequence.
     """
@@ -52,12 +54,16 @@ class KVCache:
             torch.zeros(count, size, heads, BLOCK_SIZE, width, dtype=dtype, device=device)
             for count, heads, width in shapes
         ]
+        self.states = [
+            [torch.zeros(max_num_seqs + 1, *shape, device=device) for shape in layer.attention.state_shapes(tp)]
+            for layer in arch.each_layer
+        ]
         self.tables = torch.full(
             (max_num_seqs + 1, blocks_for(max_model_len)), SCRATCH_BLOCK, dtype=torch.int32, device=device
         )
 
     def enter(self, sequences: Sequence[Running]) -> None:
-        """Record the blocks of sequences that enter."""
+        """Record the blocks of sequences that enter; their states are those of no tokens."""
         if not sequences:
             return
         self._reach(max(max(r.blocks, default=SCRATCH_BLOCK) for r in sequences))
@@ -65,6 +71,8 @@ class KVCache:
         rows = [[*r.blocks, *([SCRATCH_BLOCK] * (width - len(r.blocks)))] for r in sequences]
         slots = torch.tensor([r.slot for r in sequences], device=self.tables.device)
         self.tables[slots, :width] = torch.tensor(rows, dtype=torch.int32, device=self.tables.device)
+        for state in self._each_state():
+            state[slots] = 0
 
     def grow(self, slots: Tensor, positions: Tensor, blocks: Tensor) -> None:
         """Record that positions[i] of the sequence in slots[i] is in blocks[i]; all int64 [T]."""
@@ -97,10 +105,16 @@ class KVCache:
             more = layer.new_zeros(layer.shape[0], new_size - size, *layer.shape[2:])
             self.layers[i] = torch.cat((layer, more), dim=1)
 
-    def copy(self, copies: BlockCopies) -> None:
-        """Copy the blocks that the scheduler planned to copy."""
-        if not copies.sources:
-            return
-        source, target = torch.tensor([copies.sources, copies.targets], device=self.tables.device)
-        for layer in self.layers:
-            layer.index_copy_(1, target, layer.index_select(1, source))
+    def copy(self, blocks: Copies, slots: Copies) -> None:
+        """Copy the blocks and the states of slots that the scheduler planned to copy."""
+        if blocks.sources:
+            source, target = torch.tensor([blocks.sources, blocks.targets], device=self.tables.device)
+            for layer in self.layers:
+                layer.index_copy_(1, target, layer.index_select(1, source))
+        if slots.sources:
+            source, target = torch.tensor([slots.sources, slots.targets], device=self.tables.device)
+            for state in self._each_state():
+                state.index_copy_(0, target, state.index_select(0, source))
+
+    def _each_state(self) -> Iterator[Tensor]:
+        return (state for states in self.states for state in states)

@@ -80,8 +80,8 @@ class Running:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockCopies:
-    """Says to copy block `sources[i]` to block `targets[i]`; no block is in both."""
+class Copies:
+    """Says to copy block, or slot, `sources[i]` to `targets[i]`; none is in both."""
 
     sources: Sequence[int]
     targets: Sequence[int]
@@ -96,12 +96,14 @@ class Admission:
         computed: requests whose `cached` tokens are not in the cache.
         extended: requests whose first `block_tokens` tokens are in the cache, from an earlier turn.
         copies: of the prompt's last block, where it is not full, for the others: each goes on writing in a copy.
+        state_copies: of the slot in which the prompt was computed, for each of the others, of a recurrent model.
     """
 
     entered: Sequence[Running]
     computed: Sequence[Running]
     extended: Sequence[Running]
-    copies: BlockCopies
+    copies: Copies
+    state_copies: Copies
 
 
 class Scheduler:
@@ -112,9 +114,13 @@ class Scheduler:
         max_num_batched_tokens: prompt tokens computed together; one prompt may be longer.
         blocks: of the KV cache, the scratch block included; enough for the longest request alone.
         decode: token ids to text, for stop strings.
+        recurrent: whether layers keep a state per slot, which goes on with the sequence's newest token alone. Such a
+            sequence is no source for others once it has drawn a token, and nothing of it is kept for another turn.
     """
 
-    def __init__(self, *, max_num_seqs: int, max_num_batched_tokens: int, blocks: int, decode: Decode) -> None:
+    def __init__(
+        self, *, max_num_seqs: int, max_num_batched_tokens: int, blocks: int, decode: Decode, recurrent: bool = False
+    ) -> None:
         self.running: list[Running] = []
         self._waiting: deque[Running] = deque()
         self._kept: dict[int, Running] = {}
@@ -123,7 +129,7 @@ class Scheduler:
         self._prompts: dict[tuple[int, ...], int] = {}
         self._pool = BlockPool(blocks)
         self._slots = list(range(max_num_seqs - 1, -1, -1))
-        self._max_num_batched_tokens, self._decode = max_num_batched_tokens, decode
+        self._max_num_batched_tokens, self._decode, self._recurrent = max_num_batched_tokens, decode, recurrent
 
     @property
     def busy(self) -> bool:
@@ -151,12 +157,14 @@ class Scheduler:
     def admit(self) -> Admission:
         """Give every running request the block its next token needs, then let waiting ones enter, in order."""
         self._grow()
-        holders = {r.prompt_number: r for r in self.running} if self._waiting else {}
+        holders = {r.prompt_number: r for r in self.running} if self._waiting and not self._recurrent else {}
         entered: list[Running] = []
         computed: list[Running] = []
         extended: list[Running] = []
         sources: list[int] = []
         targets: list[int] = []
+        holders_slots: list[int] = []
+        sharers_slots: list[int] = []
         tokens = 0
         while self._waiting and self._slots:
             candidate = self._waiting[0]
@@ -172,7 +180,8 @@ class Scheduler:
                 if (computed or extended) and tokens > self._max_num_batched_tokens:
                     break
                 (extended if candidate.block_tokens else computed).append(candidate)
-                holders.setdefault(candidate.prompt_number, candidate)
+                if not (self._recurrent and candidate.token_ids):
+                    holders.setdefault(candidate.prompt_number, candidate)
             self._waiting.popleft()
             if holder:
                 self._pool.share(shared)
@@ -180,10 +189,18 @@ class Scheduler:
             if holder and candidate.position % BLOCK_SIZE:
                 sources.append(holder.blocks[len(shared)])
                 targets.append(candidate.blocks[len(shared)])
+            if holder and self._recurrent:
+                holders_slots.append(holder.slot)
+                sharers_slots.append(candidate.slot)
             entered.append(candidate)
             self.running.append(candidate)
-        copies = BlockCopies(sources=sources, targets=targets)
-        return Admission(entered=entered, computed=computed, extended=extended, copies=copies)
+        return Admission(
+            entered=entered,
+            computed=computed,
+            extended=extended,
+            copies=Copies(sources=sources, targets=targets),
+            state_copies=Copies(sources=holders_slots, targets=sharers_slots),
+        )
 
     def advance(self, drawn: Sequence[tuple[int, float]]) -> dict[int, Completion]:
         """Append (token, logp) to each running request; returns the requests that this finishes, by key."""
@@ -193,7 +210,7 @@ class Scheduler:
             r.logp.append(logp)
             if reason := r.rules.ending(r.token_ids, r.request.turn_start):
                 finished[r.request.key] = r.completion(reason)
-                self._leave(r, keep=r.request.keep)
+                self._leave(r, keep=r.request.keep and not self._recurrent)
         if finished:
             self.running = [r for r in self.running if r.slot >= 0]
         return finished

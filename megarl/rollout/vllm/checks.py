@@ -50,7 +50,7 @@ def check_vllm_weights(arch: Architecture) -> None:
     """Raises ValueError for a model of whose weights vLLM keeps copies, or has them in another type or order."""
     if not all(layer.attention.in_vllm for layer in arch.kinds):
         raise ValueError(
-            f"vLLM makes further weights of those of {arch.family}'s attention, which the reshard does not write; "
+            f"vLLM has other weights than the files of {arch.family}'s attention, which the reshard does not write; "
             "set rollout.name=native"
         )
     if arch.moe is not None and arch.moe.correction_bias:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.models.parts.experts import Experts
@@ -33,6 +34,7 @@ class Weights(part.MLPWeights):
         self._bias, self._added = weights.get(kind.moe.bias), weights.get(kind.moe.added_to_logits)
         self._gate_up, self._down = weights[gate_up], weights[down]
         self._shared = [weights[name] for name in kind.shared_in_engine if kind.shared_ffn_hidden_size]
+        self._shared_gate = weights.get(kind.shared_gate_weight)
 
     @staticmethod
     def shapes(kind: Experts, hidden: int, tp: int, ep: int = 1) -> dict[str, tuple[int, ...]]:
@@ -46,6 +48,7 @@ class Weights(part.MLPWeights):
             gate_up: (count // ep, 2 * ffn, hidden),
             down: (count // ep, hidden, ffn),
             **(dict(zip(kind.shared_in_engine, shapes, strict=True)) if shared else {}),
+            **({kind.shared_gate_weight: (1, hidden)} if kind.shared_gate else {}),
         }
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -53,7 +56,8 @@ class Weights(part.MLPWeights):
         if not self._shared:
             return routed
         gate_up, down = self._shared
-        return routed + gated(x, gate_up, down)
+        shared = gated(x, gate_up, down)
+        return routed + (shared if self._shared_gate is None else F.linear(x, self._shared_gate).sigmoid() * shared)
 
     def _routed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Add up what this rank's experts make of the tokens that chose them: [T, hidden] -> [T, hidden]."""

@@ -33,12 +33,12 @@ class Weights(part.AttentionWeights):
         self._bias, self._q_norm, self._k_norm = (weights.get(name) for name in (_BIAS, *_NORMS))
         (self._heads, self._kv_heads), self._dim, self._eps = kind.heads(tp), kind.head_dim, eps
         self._zero_centered, self._sinks = kind.zero_centered_norms, weights.get(_SINKS)
-        self._o_bias, self._tp = weights.get(_O_BIAS), tp
+        self._o_bias, self._tp, self._gated = weights.get(_O_BIAS), tp, kind.output_gate
 
     @staticmethod
     def shapes(kind: GroupedQuery, hidden: int, tp: int) -> dict[str, tuple[int, ...]]:
         (heads, kv_heads), dim = kind.heads(tp), kind.head_dim
-        rows = (heads + 2 * kv_heads) * dim
+        rows = ((2 if kind.output_gate else 1) * heads + 2 * kv_heads) * dim
         return {
             _QKV: (rows, hidden),
             **({_BIAS: (rows,)} if kind.qkv_bias else {}),
@@ -50,11 +50,13 @@ class Weights(part.AttentionWeights):
 
     def __call__(self, x: Tensor, layer: int, attention: Attention) -> Tensor:
         qkv = F.linear(x, self._qkv, self._bias).unflatten(1, (-1, self._dim))
-        q, k, v = qkv.split((self._heads, self._kv_heads, self._kv_heads), dim=1)
+        gates = self._heads if self._gated else 0
+        q, gate, k, v = qkv.split((self._heads, gates, self._kv_heads, self._kv_heads), dim=1)
         if self._q_norm is not None and self._k_norm is not None:
             q, k = self._norm(q, self._q_norm), self._norm(k, self._k_norm)
         bias = None if self._o_bias is None else self._o_bias / self._tp  # all ranks' are added up
-        return F.linear(attention(layer, q, k, v, self._sinks), self._o, bias)
+        out = attention(layer, q, k, v, self._sinks)
+        return F.linear(out * gate.flatten(1).sigmoid() if self._gated else out, self._o, bias)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, self._eps, zero_centered=self._zero_centered)
