@@ -40,6 +40,16 @@ def kv_bytes_per_token(arch: Architecture, *, tp: int, itemsize: int) -> int:
     return itemsize * sum(count * math.prod(layer.attention.cache_shape(tp)) for layer, count in arch.layers)
 
 
+def routed_bytes_per_token(arch: Architecture) -> int:
+    """Count the bytes of the experts that a token goes to in all layers: a byte each, two with more than 256 experts.
+
+    48 layers and 8 experts per token: 384.
+    """
+    if arch.moe is None:
+        return 0
+    return len(arch.expert_layers) * arch.moe.experts_per_token * (1 if arch.moe.num_experts <= 256 else 2)
+
+
 def layer_activations(arch: Architecture, *, tp: int, sequence_parallel: bool) -> float:
     """Count the elements per token that the largest layer of the training layout keeps for the backward pass.
 

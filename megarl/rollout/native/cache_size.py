@@ -7,7 +7,14 @@ import torch.distributed as dist
 
 from megarl.host import cpu_rank_memory
 from megarl.models.architecture import Architecture
-from megarl.models.sizes import BLOCK_SIZE, blocks_for, kv_bytes_per_token, most_blocks, native_activation_bytes
+from megarl.models.sizes import (
+    BLOCK_SIZE,
+    blocks_for,
+    kv_bytes_per_token,
+    most_blocks,
+    native_activation_bytes,
+    routed_bytes_per_token,
+)
 
 
 def cache_blocks(
@@ -21,6 +28,7 @@ def cache_blocks(
     max_model_len: int,
     weight_bytes: int,
     gpu_memory_utilization: float,
+    records_routing: bool = False,
 ) -> int:
     """Count the blocks that all sequences can fill, or that memory allows; the same on all ranks of a replica.
 
@@ -28,6 +36,7 @@ def cache_blocks(
         weight_bytes: the engine's own weights on this rank, which are held already.
         gpu_memory_utilization: part of the GPU's memory for weights, activations and KV cache of the engine, less where
             other programs leave less; on a CPU rank, part of its share of the machine's memory.
+        records_routing: the cache has the experts of its tokens, too.
 
     Raises:
         ValueError: there is no room for one sequence of `max_model_len` tokens.
@@ -49,7 +58,8 @@ def cache_blocks(
         max_model_len=max_model_len,
     )
     room = min(gpu_memory_utilization * total - weight_bytes, free) - activations
-    block_bytes = BLOCK_SIZE * kv_bytes_per_token(arch, tp=tp, itemsize=dtype.itemsize)
+    token_bytes = kv_bytes_per_token(arch, tp=tp, itemsize=dtype.itemsize)
+    block_bytes = BLOCK_SIZE * (token_bytes + (routed_bytes_per_token(arch) if records_routing else 0))
     blocks = min(useful, int(room // block_bytes))
     if tp_group is not None:
         fewest = torch.tensor(blocks, device=device)

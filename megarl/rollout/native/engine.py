@@ -22,10 +22,12 @@ from megarl.rollout.native.cache_size import cache_blocks
 from megarl.rollout.native.graphs import DecodeGraphs, bucket
 from megarl.rollout.native.kv_cache import KVCache
 from megarl.rollout.native.model import Decoder, parameter_shapes
+from megarl.rollout.native.parts.part import Attention
 from megarl.rollout.native.passes import PassesByLayer
 from megarl.rollout.native.sampler import Sample, sample
 from megarl.rollout.native.scheduler import Admission, Running, Scheduler
 from megarl.rollout.requests import check_requests
+from megarl.rollout.routing import empty_record
 from megarl.rollout.stop_strings import Decode
 from megarl.types import Completion, SamplingParams
 
@@ -49,6 +51,7 @@ class NativeEngine(Engine):
         enforce_eager: decode without CUDA graphs. CPU ranks, GPUs without Triton, latent attention (no kernel),
             and mixtures of experts, which read back how many tokens each expert gets, always do.
         share: gives the weights that the engine shares with training.
+        records_routing: experts of requests that ask for them (`SamplingParams.routed_experts`) are recorded.
 
     Raises:
         ValueError: the architecture cannot be split over the group; on waking: the memory does not hold the cache of
@@ -69,6 +72,7 @@ class NativeEngine(Engine):
         gpu_memory_utilization: float,
         enforce_eager: bool,
         share: Share = share_nothing,
+        records_routing: bool = False,
     ) -> None:
         self._tp = 1 if tp_group is None else tp_group.size()
         arch.check_generation(tp=self._tp)
@@ -76,6 +80,7 @@ class NativeEngine(Engine):
         self._max_num_seqs, self._max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self._max_model_len, self._gpu_memory_utilization = max_model_len, gpu_memory_utilization
         self._decode_text = decode
+        self._unrouted = empty_record(arch) if records_routing else None
         shapes = parameter_shapes(arch, self._tp)
         shared = share(shapes)
         dtypes = dict.fromkeys(shapes, dtype) | dict.fromkeys(buffers(arch), torch.float32)
@@ -116,11 +121,13 @@ class NativeEngine(Engine):
                     max_model_len=self._max_model_len,
                     weight_bytes=sum(p.nbytes for p in self._own.values()),
                     gpu_memory_utilization=self._gpu_memory_utilization,
+                    records_routing=self._unrouted is not None,
                 ),
                 max_num_seqs=self._max_num_seqs,
                 max_model_len=self._max_model_len,
                 dtype=self._dtype,
                 device=self._device,
+                routed=self._unrouted,
             )
         if not weights_only:
             assert self._cache is not None and not self.busy
@@ -130,6 +137,7 @@ class NativeEngine(Engine):
                 max_num_batched_tokens=self._max_num_batched_tokens,
                 blocks=self._cache.blocks,
                 decode=self._decode_text,
+                leaving=self._record_routing,
             )
 
     def sleep(self, *, release_weights: bool = False) -> None:
@@ -176,9 +184,12 @@ class NativeEngine(Engine):
         computed = [(r.slot, r.cached) for r in admission.computed if r.position]
         if computed:
             slots, sequences = zip(*computed, strict=True)
-            attention = self._passes.prefill(cache, slots=slots, lengths=[len(s) for s in sequences])
+            lengths = [len(s) for s in sequences]
+            attention = self._passes.prefill(cache, slots=slots, lengths=lengths)
             tokens = torch.tensor([token for s in sequences for token in s], device=self._device)
-            self._decoder.forward(tokens, attention)
+            rows = torch.tensor(slots).repeat_interleave(torch.tensor(lengths)).to(self._device)
+            positions = torch.cat([torch.arange(n) for n in lengths]).to(self._device)
+            self._forward(cache, tokens, attention, slots=rows, positions=positions)
         cache.copy(admission.copies)
         rows = [
             (token, position, r.slot, r.blocks[position // BLOCK_SIZE], 0, 0)
@@ -232,7 +243,32 @@ class NativeEngine(Engine):
         attention = self._passes.decode(
             cache, slots=slots, positions=positions, blocks=blocks, longest=longest or self._max_model_len
         )
-        return self._decoder.forward(tokens, attention)
+        return self._forward(cache, tokens, attention, slots=slots, positions=positions)
+
+    def _forward(
+        self, cache: KVCache, tokens: Tensor, attention: Attention, *, slots: Tensor, positions: Tensor
+    ) -> Tensor:
+        """Compute the last hidden states, [T, hidden], and store the tokens' experts, if they are recorded."""
+        if self._unrouted is None:
+            return self._decoder.forward(tokens, attention)
+        routed: list[Tensor] = []
+        hidden = self._decoder.forward(tokens, attention, routed)
+        cache.write_routed(slots, positions, torch.stack(routed, dim=1))
+        return hidden
+
+    def _record_routing(self, r: Running) -> None:
+        """Record the experts of a request's tokens that were fed to the model; not again those from before it waited.
+
+        A response that was interrupted keeps the experts by which its tokens were drawn, whatever its keys are computed
+        with when it goes on.
+        """
+        if self._unrouted is None or not r.request.params.routed_experts:
+            return
+        assert self._cache is not None
+        so_far = self._unrouted if r.routed is None else r.routed
+        if len(so_far) < r.position:
+            so_far = so_far.followed_by(self._cache.read_routed(r.blocks, len(so_far), r.position))
+        r.routed = so_far
 
 
 def _sample_each(logits: Tensor, params: Sequence[SamplingParams], *, seeds: Tensor, positions: Tensor) -> Sample:

@@ -42,8 +42,10 @@ class Weights(part.MLPWeights):
             **(dict(zip(kind.shared_in_engine, shapes, strict=True)) if shared else {}),
         }
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, routed: list[Tensor] | None = None) -> Tensor:
         weights, chosen = choose(self._moe, x, self._router, self._bias, self._added)
+        if routed is not None:
+            routed.append(chosen.to(torch.int16))  # of a long prompt all layers are kept
         order = chosen.flatten().argsort(stable=True)  # (token, choice) pairs, expert by expert
         pairs = chosen.flatten().bincount(minlength=self._moe.num_experts).tolist()
         inputs = x[order // self._moe.experts_per_token].split(pairs)

@@ -38,8 +38,12 @@ class Weights(Protocol):
 class MLPWeights(Weights, Protocol):
     """Works on each token by itself."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Compute [T, hidden] -> [T, hidden], to be summed over the tensor-parallel ranks."""
+    def __call__(self, x: Tensor, routed: list[Tensor] | None = None) -> Tensor:
+        """Compute [T, hidden] -> [T, hidden], to be summed over the tensor-parallel ranks.
+
+        Args:
+            routed: experts append the numbers of those that the tokens go to, int16 [T, experts_per_token].
+        """
         ...
 
 
