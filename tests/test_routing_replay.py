@@ -20,7 +20,7 @@ from test_resume import same
 from tiny_engines import GROUPS, engine_of
 from tiny_families import ARCHITECTURES, CONFIGS
 from tiny_run import FINGERPRINT, metrics_of, numbers_of, write_run
-from training_cases import SOME_WITH_EXPERTS, WITH_EXPERTS, Case, actor_in, hybrid_of, policy_loss
+from training_cases import SOME_WITH_EXPERTS, WITH_EXPERTS, Case, actor_in, hybrid_of, policy_loss, reference_of
 
 from megarl.config import load_config
 from megarl.models.architecture import Architecture
@@ -73,7 +73,7 @@ def test_each_token_that_the_model_was_fed_is_recorded_once(family: str, monkeyp
 
 
 def test_a_response_that_goes_on_under_other_weights_keeps_its_experts() -> None:
-    """Its prompt is computed again, for which the new weights choose others; further turns begin where one ended."""
+    """Its prompt is computed again, for which the new weights choose others."""
     arch, prompts = ARCHITECTURES["glm4_moe"], GROUPS[::5]
     engine = engine_of(arch, records_routing=True)
     params = replace(SAMPLED, max_tokens=30, stop_token_ids=())
@@ -89,16 +89,36 @@ def test_a_response_that_goes_on_under_other_weights_keeps_its_experts() -> None
     continued = [replace(r, response=parts[r.key].response, params=replace(params, max_tokens=20)) for r in fresh]
     ends = []
     for requests in (fresh, continued):
-        engine.submit([replace(r, keep=r.key == 0) for r in requests])
-        done: dict[int, Completion] = {}
-        while engine.busy:
-            done |= engine.step()
-        ends.append(done)
-        engine.wake()
+        engine.submit(requests)
+        ends.append(_finished(engine))
     for i, prompt in enumerate(prompts):
         before, whole = _choices(parts[i]), _choices(ends[1][i])
         assert len(before) == len(prompt) + 8 and len(whole) == len(prompt) + 19
         assert whole[: len(before)] == before != _choices(ends[0][i])[: len(before)]
+
+
+def test_what_an_environment_says_is_recorded_with_the_next_turn() -> None:
+    """Whether the turn before is still in the cache or is computed again."""
+    prompt, turns = GROUPS[0], []
+    for keep in (True, False):
+        engine = engine_of(ARCHITECTURES["glm4_moe"], records_routing=True)
+        first = Request(key=1, prompt=prompt, params=replace(SAMPLED, max_tokens=9), seed=4, keep=keep)
+        engine.submit([first])
+        said = _finished(engine)[1].response.observed([5, 9, 4])
+        assert said.routed is not None and len(said.routed) == len(prompt) + len(said) - 4
+        engine.submit([replace(first, params=SAMPLED, response=said, turn_start=len(said))])
+        (completion,) = _finished(engine).values()
+        assert len(_choices(completion)) == len(prompt) + len(completion.response) - 1 > len(said.routed) + 4
+        turns.append(_choices(completion))
+        assert turns[-1][: len(said.routed)] == said.routed.choices.tolist()
+    assert turns[0] == turns[1]
+
+
+def _finished(engine: Any) -> dict[int, Completion]:
+    done: dict[int, Completion] = {}
+    while engine.busy:
+        done |= engine.step()
+    return done
 
 
 # ------------------------------------------------------------------------------------------------------- training
@@ -160,6 +180,8 @@ def _sent(case: Case, arch: Architecture, batch: Batch) -> int:
             router.weight.data.neg_()
             router.register_forward_hook(lambda _, __, out, i=i: seen.setdefault(i, []).append(out[1]))
         plan = actor.plan(batch)
+        reference, alone = reference_of(actor), batch.with_(routed_experts=None, routed=None)
+        assert torch.equal(reference.log_probs(batch, plan), reference.log_probs(alone, plan))
         actor.update(batch.with_(old_logp=actor.log_probs(batch, plan)), plan.mini_batches[0], _ones)
         passes = len(seen[0]) // len(plan.micro_batches)
         for i, maps in seen.items():

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-Choices = npt.NDArray[np.uint8] | npt.NDArray[np.int16]
+Choices = npt.NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,7 @@ class RoutedExperts:
         return len(self.data) // self.bytes_per_token
 
     @property
-    def dtype(self) -> np.dtype[np.uint8] | np.dtype[np.int16]:
+    def dtype(self) -> np.dtype[Any]:
         """Choose the type of the numbers."""
         return np.dtype(np.uint8) if self.num_experts <= 256 else np.dtype(np.int16)
 
