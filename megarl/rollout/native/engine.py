@@ -187,9 +187,9 @@ class NativeEngine(Engine):
             lengths = [len(s) for s in sequences]
             attention = self._passes.prefill(cache, slots=slots, lengths=lengths)
             tokens = torch.tensor([token for s in sequences for token in s], device=self._device)
-            rows = torch.tensor(slots).repeat_interleave(torch.tensor(lengths)).to(self._device)
+            slot_of_token = torch.tensor(slots).repeat_interleave(torch.tensor(lengths)).to(self._device)
             positions = torch.cat([torch.arange(n) for n in lengths]).to(self._device)
-            self._forward(cache, tokens, attention, slots=rows, positions=positions)
+            self._forward(cache, tokens, attention, slots=slot_of_token, positions=positions)
         cache.copy(admission.copies)
         rows = [
             (token, position, r.slot, r.blocks[position // BLOCK_SIZE], 0, 0)

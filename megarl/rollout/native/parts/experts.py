@@ -52,11 +52,11 @@ class Weights(part.MLPWeights):
         outputs = x.new_empty(len(order), x.shape[1])
         outputs[order] = torch.cat([self._expert(i, part) for i, part in enumerate(inputs) if len(part)])
         # Not index_add: on a GPU that would add a token's experts in any order, and round each time differently.
-        routed = (outputs.unflatten(0, weights.shape) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+        total = (outputs.unflatten(0, weights.shape) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
         if not self._shared:
-            return routed
+            return total
         gate_up, down = self._shared
-        return routed + gated(x, gate_up, down)
+        return total + gated(x, gate_up, down)
 
     def _expert(self, number: int, x: Tensor) -> Tensor:
         """Send tokens through an expert: [T, hidden] -> [T, hidden]."""
