@@ -25,9 +25,9 @@ from training_cases import SOME_WITH_EXPERTS, WITH_EXPERTS, Case, actor_in, hybr
 from megarl.config import load_config
 from megarl.models.architecture import Architecture
 from megarl.rollout.engine import Request
+from megarl.rollout.expert_record import empty_record
 from megarl.rollout.native import engine as native
 from megarl.rollout.native.scheduler import Admission, Scheduler
-from megarl.rollout.routing import empty_record
 from megarl.trainer.admission.checks import check_run
 from megarl.trainer.experience.carry_over import CarryOver
 from megarl.types import Batch, Completion, Prompt, Rollouts, SamplingParams
@@ -248,7 +248,7 @@ ENGINES = [
 ]
 
 
-@pytest.mark.parametrize("case", quick(ENGINES, 0), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", ENGINES, ids=lambda case: case.name)
 def test_training_chooses_as_the_engine_while_the_weights_are_equal(ranks: Ranks, case: Case) -> None:
     """So that records are in the right places: of the layers, of the tokens, of each replica's responses."""
     batch, *others = ranks.run(case.world, _generated, case, SOME_WITH_EXPERTS)

@@ -2,7 +2,7 @@
 
 from megarl.types.batch import Batch, batch_of
 from megarl.types.rollouts import Completion, Episode, FinishReason, Prompt, Rollout, Rollouts, SamplingParams
-from megarl.types.routing import RoutedExperts
+from megarl.types.routed_experts import RoutedExperts
 from megarl.types.tokens import Tokens
 
 __all__ = [

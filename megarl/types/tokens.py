@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from megarl.types.routing import RoutedExperts
+from megarl.types.routed_experts import RoutedExperts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.sizes import BLOCK_SIZE
 from megarl.models.weights import buffers
 from megarl.rollout.engine import Engine, Request, Share, share_nothing
+from megarl.rollout.expert_record import empty_record
 from megarl.rollout.native import kernels
 from megarl.rollout.native.blocks import SCRATCH_BLOCK
 from megarl.rollout.native.cache_size import cache_blocks
@@ -27,7 +28,6 @@ from megarl.rollout.native.passes import PassesByLayer
 from megarl.rollout.native.sampler import Sample, sample
 from megarl.rollout.native.scheduler import Admission, Running, Scheduler
 from megarl.rollout.requests import check_requests
-from megarl.rollout.routing import empty_record
 from megarl.rollout.stop_strings import Decode
 from megarl.types import Completion, SamplingParams
 

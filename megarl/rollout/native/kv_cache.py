@@ -11,7 +11,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.sizes import BLOCK_SIZE, blocks_for
 from megarl.rollout.native.blocks import SCRATCH_BLOCK
 from megarl.rollout.native.scheduler import BlockCopies, Running
-from megarl.types.routing import Choices, RoutedExperts
+from megarl.types.routed_experts import Choices, RoutedExperts
 
 _FIRST_BLOCKS = 64  # of a cache in host memory
 

@@ -18,8 +18,8 @@ import numpy as np
 
 from megarl.checkpoint.arrays import Array
 from megarl.config import Config
+from megarl.rollout.expert_record import empty_record
 from megarl.rollout.replicas import Quota, begin_rollouts, replicas_of_groups
-from megarl.rollout.routing import empty_record
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.layouts import generation_layout
 from megarl.types import FinishReason, Prompt, Rollout, Rollouts, RoutedExperts, Tokens
