@@ -30,6 +30,7 @@ class RoleKind:
         from_actor: whether it begins with the actor's weights where its section names no folder.
         own_tokenizer: whether it may read texts in the tokens of a tokenizer of its own.
         forward: the phase of its forward pass, where that is one of its own.
+        replays_routing: whether its tokens go to the experts that the engine chose, where these are recorded.
         absent: memory -> the phases in which it is not on the GPU, if the configuration lets it leave at all. By
             default all of it leaves during generation.
     """
@@ -39,6 +40,7 @@ class RoleKind:
     from_actor: bool = False
     own_tokenizer: bool = False
     forward: Phase | None = None
+    replays_routing: bool = False
     absent: Mapping[Item, frozenset[str]] = field(default_factory=_in_generation)
 
     def without(self, item: Item) -> frozenset[str]:
@@ -52,7 +54,7 @@ _OF_POLICY = {
     Item.OPTIMIZER: _GENERATION | _CRITIC,
 }
 
-ACTOR = RoleKind(name="actor", absent=_OF_POLICY)
+ACTOR = RoleKind(name="actor", replays_routing=True, absent=_OF_POLICY)
 TRAINED_REWARD_MODEL = RoleKind(name="reward_model", scalar=True, absent=_OF_POLICY)
 CRITIC = RoleKind(
     name="critic",

@@ -246,6 +246,11 @@ class RolloutConfig(Section):
     free_cache_engine: bool = Field(
         True, description="free the engine's weights and KV cache after each generation phase"
     )
+    enable_rollout_routing_replay: bool = Field(
+        False,
+        description="mixtures of experts: record the experts that each token goes to, and send it to the same ones in "
+        "the actor's passes, old log-probabilities and updates (R3)",
+    )
     val_kwargs: ValKwargsConfig = ValKwargsConfig()
     carry_over: CarryOverConfig = CarryOverConfig()
 

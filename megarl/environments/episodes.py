@@ -12,6 +12,7 @@ from typing import Protocol
 from megarl.environments.broadcast import Broadcast
 from megarl.parallel.generation_groups import GenerationGroups
 from megarl.rollout.engine import Engine, Request
+from megarl.rollout.gathering import gather_responses
 from megarl.rollout.replicas import OnFinished, sample_seed, share_of
 from megarl.types import Completion, Episode, FinishReason, Rollout, SamplingParams, Tokens
 
@@ -137,18 +138,16 @@ class Episodes:
         mine = share_of(self._groups, rollouts)
         source = self._begin(mine, params) if self._broadcast.leads else None
         serve(engine, source, self._broadcast)
-        played = None if source is None else {place: tuple(parts) for place, parts in source.played.items()}
-        everywhere = {
-            place: parts
-            for part in self._groups.world.all_gather(played, "all episodes")
-            if part is not None
-            for place, parts in part.items()
-        }
+        played = {} if source is None else source.played
+        numbered = {(place, number): part for place, parts in played.items() for number, part in enumerate(parts)}
+        everywhere: dict[int, list[Played]] = {}
+        for (place, _), part in gather_responses(self._groups.world, numbered, "all episodes").items():
+            everywhere.setdefault(place, []).append(part)
         results = []
         for place, rollout in enumerate(rollouts):
-            parts = [response.of(rollout, version) for response in everywhere[place]]
+            parts = [part.of(rollout, version) for part in everywhere[place]]
             results += parts
-            if on_finished is not None and played is not None and place in played:
+            if on_finished is not None and place in played:
                 on_finished(place, parts[-1])
         return results
 

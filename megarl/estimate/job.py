@@ -14,7 +14,7 @@ from megarl.flow_kinds import format_of, generates
 from megarl.models.architecture import Architecture
 from megarl.models.parameter_names import ParameterNames
 from megarl.models.placements import Placement
-from megarl.models.sizes import kv_bytes_per_token
+from megarl.models.sizes import kv_bytes_per_token, routed_bytes_per_token
 from megarl.models.tensors import volume
 from megarl.models.weights import EMBEDDING, engine_placements, training_placements
 from megarl.parallel.layout import GenerationLayout, TrainLayout, dealt_out
@@ -89,8 +89,10 @@ class Job:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Count the bytes of a token's keys and values on each rank of a replica."""
-        return kv_bytes_per_token(self.arch, tp=self.generation.tp, itemsize=self.itemsize)
+        """Count the bytes of a token's keys and values, and of its experts if recorded, on each rank of a replica."""
+        keys_and_values = kv_bytes_per_token(self.arch, tp=self.generation.tp, itemsize=self.itemsize)
+        recorded = self.config.actor_rollout_ref.rollout.enable_rollout_routing_replay
+        return keys_and_values + (routed_bytes_per_token(self.arch) if recorded else 0)
 
     @property
     def engine(self) -> EngineKind:

@@ -42,15 +42,14 @@ def ppo(run: Run, stage: Stage | None = None) -> None:
         stage: called before the advantages are computed, when rewards, log-probabilities and values are there. Models
             that it uses join the run before.
     """
-    config, needs = run.config, needs_of(run.config)
+    config, needs, rollout = run.config, needs_of(run.config), run.config.actor_rollout_ref.rollout
     actor, generation = _warm_actor(run)
     reference = run.add("reference", build_reference(config, actor)) if needs.reference else None
     critic = run.add("critic", build_critic(run, actor)) if needs.critic else None
     teacher = run.add("teacher", build_teacher(run)) if needs.teacher else None
     update, score, kl = PolicyUpdate(run, actor, needs), scorer(run), _kl_controller(run)
     sampler = run.add("sampler", prompt_sampler(run.inputs))
-    carries = config.actor_rollout_ref.rollout.carry_over.enable
-    carry_over = run.add("carry_over", CarryOver(config, run.inputs.train_prompts)) if carries else None
+    carry_over = run.add("carry_over", CarryOver.of(run.inputs)) if rollout.carry_over.enable else None
     held_out = partial(evaluate, run, generation, score) if run.inputs.val_prompts else None
 
     for step in run.steps("rl", run.inputs.total_steps, before=0, validate=held_out):

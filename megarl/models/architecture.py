@@ -110,6 +110,11 @@ class Architecture:
         return next((layer.mlp.moe for layer in self.kinds if isinstance(layer.mlp, Experts)), None)
 
     @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """List the numbers of the layers that have experts."""
+        return tuple(number for number, layer in enumerate(self.each_layer) if isinstance(layer.mlp, Experts))
+
+    @property
     def whole_experts(self) -> bool:
         """Say whether training cannot split an expert over ranks."""
         return any(layer.mlp.whole for layer in self.kinds if isinstance(layer.mlp, Experts))

@@ -24,6 +24,7 @@ class MicroBatch:
         predictors: int64 [R], positions in the flattened [L * B] hidden states that predict the trained tokens.
         labels: int64 [R], those tokens.
         index: int64 [R], their places in `Batch.tokens`; on the host.
+        cells: int64 [L * B], the places in `Batch.tokens` of the flattened positions, -1 at padding; on the host.
         last: int64 [S], positions in the flattened hidden states of each sequence's last token.
         sequences: int64 [S], their places in the batch; on the host.
         trained: int64 [S], trained tokens of each sequence.
@@ -38,6 +39,7 @@ class MicroBatch:
     predictors: Tensor
     labels: Tensor
     index: Tensor
+    cells: Tensor
     last: Tensor
     sequences: Tensor
     trained: Tensor
@@ -123,6 +125,7 @@ def make_micro_batch(
     else:
         longest = shard.padded(max(lengths.tolist(), default=0))
         grid = _Grid(shape=(max(1, len(places)), longest), row=sequence, column=positions)
+    cells = torch.full((grid.shape[0] * grid.shape[1],), -1).index_copy_(0, grid.flat, tokens)
     trained = torch.zeros_like(places).index_add_(0, sequence, is_trained.long())
     return MicroBatch(
         tokens=upload(grid.laid_out(batch.tokens[tokens]), device),
@@ -131,6 +134,7 @@ def make_micro_batch(
         predictors=upload(grid.flat[is_trained] - grid.shape[0], device),  # a token's predictor is one column before
         labels=upload(batch.tokens[index], device),
         index=index,
+        cells=cells,
         last=upload(grid.flat[ends - 1], device),
         sequences=places,
         trained=upload(trained, device),

@@ -50,6 +50,16 @@ def state_bytes(arch: Architecture, *, tp: int, max_num_seqs: int) -> int:
     return ITEMSIZE["float32"] * ((max_num_seqs + 1) * whole + max_num_seqs * max(layers.values()))
 
 
+def routed_bytes_per_token(arch: Architecture) -> int:
+    """Count the bytes of the experts that a token goes to in all layers: a byte each, two with more than 256 experts.
+
+    48 layers and 8 experts per token: 384.
+    """
+    if arch.moe is None:
+        return 0
+    return len(arch.expert_layers) * arch.moe.experts_per_token * (1 if arch.moe.num_experts <= 256 else 2)
+
+
 def layer_activations(arch: Architecture, *, tp: int, sequence_parallel: bool, ep: int = 1) -> float:
     """Count the elements per token that the largest layer of the training layout keeps for the backward pass.
 

@@ -22,6 +22,7 @@ from megarl.models.kernels import transformer_engine_available
 from megarl.models.layer_spec import torch_layers, transformer_engine_layers
 from megarl.models.logprobs import vocab_shard
 from megarl.models.microbatch import MicroBatch, SequenceShard, make_micro_batch
+from megarl.models.routing_replay import RoutingReplay
 from megarl.models.weights import logical_tensors
 from megarl.parallel.offload import Resident
 from megarl.parallel.train_groups import TrainGroups, in_its_layout
@@ -47,6 +48,7 @@ class MegatronModel:
         dtype: of its weights.
         packed: whether sequences share rows without padding.
         shard: how ranks cut a micro-batch's tokens.
+        replay: gives its routers the experts that the engine chose; None: they choose by themselves.
         batching, balance: how `plan` cuts batches.
         memory: of its weights. Methods bring back what they need; readers of parameters call `gather_parameters`
             first.
@@ -90,6 +92,9 @@ class MegatronModel:
             self.chunks = build_chunks(arch, self.transformer_config, groups, self.layers)
         self.side = training_side(arch, groups.layout, self.layers.names)
         self.shard = SequenceShard(tp=groups.layout.tp if self.transformer_config.sequence_parallel else 1)
+        self.replay: RoutingReplay | None = None
+        if self.kind.replays_routing and arch.moe is not None:
+            self.replay = RoutingReplay(arch, groups, self.chunks, self.shard)
         self.memory: dict[Item, tuple[Resident, ...]] = {Item.WEIGHTS: (Resident(),)}
         at = groups.layout.coords(groups.world.rank)
         last_stage = at.pp == groups.layout.pp - 1
@@ -267,6 +272,8 @@ class MegatronModel:
         for chunk in self.chunks:
             if chunk.training != train:  # it goes through hundreds of modules
                 chunk.train(train)
+        if self.replay is not None:
+            self.replay.begin(batch, train=train)
         layout = self.groups.layout
         interleaved = layout.chunks > 1
         schedule = get_forward_backward_func(layout.pp, layout.chunks if interleaved else None)
@@ -282,12 +289,16 @@ class MegatronModel:
             p2p_communicator=P2PCommunicator(self.groups.pgs.pp, self.transformer_config),
             pg_collection=self.groups.pgs,
         )
+        if self.replay is not None:
+            self.replay.end()
         return list(collected)
 
     def _forward_step(
         self, loss: Loss | None, inputs: Iterator[MicroBatch], model: Any
     ) -> tuple[Tensor, Callable[..., Any]]:
         micro = next(inputs)
+        if self.replay is not None:
+            self.replay.enter(getattr(model, "module", model), micro)
         hidden = model(micro.tokens, micro.position_ids, None, packed_seq_params=micro.packed)
 
         def finish(hidden: Tensor, non_loss_data: bool = False) -> Any:

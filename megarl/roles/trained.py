@@ -169,6 +169,9 @@ class TrainedModel(MegatronModel):
         metrics["grad_norm"] = Metric(value=grad_norm)
         metrics["lr"] = Metric(value=self.optimizer.lr)
         metrics["skipped"] = Metric(value=float(not stepped))
+        if self.replay is not None and batch.routed_experts is not None:
+            same, recorded = self.groups.world.sum_(self.replay.counts(), "the routers' choices").tolist()
+            metrics["routing_agreement"] = Metric(value=same / max(1, recorded))
         return metrics, passed
 
     def accumulate_gradients(self, batch: Batch, passes: Passes, weights: Tensor, loss: Loss) -> list[Passed]:

@@ -30,6 +30,8 @@ class EngineKind:
         vocab_multiple: the rows of its embedding are padded to a multiple of this; None: of the tensor-parallel size.
         fixed_cache: whether it takes the whole KV cache that `gpu_memory_utilization` allows, or fails; else it lives
             with what is left.
+        records_routing: whether it can record the experts that tokens go to; it is then made with the further argument
+            `records_routing`, if `rollout.enable_rollout_routing_replay` is set.
     """
 
     engine: Callable[..., Engine] | str = ""
@@ -38,6 +40,7 @@ class EngineKind:
     block_size: int = BLOCK_SIZE
     vocab_multiple: int | None = None
     fixed_cache: bool = False
+    records_routing: bool = False
 
     def check(self, rollout: RolloutConfig, arch: Architecture, *, trains: bool) -> None:
         """Raises ValueError, with what to change, for keys or a model that the engine cannot serve anywhere.
@@ -88,6 +91,7 @@ class EngineKind:
             gpu_memory_utilization=rollout.gpu_memory_utilization,
             enforce_eager=rollout.enforce_eager,
             share=settings.share,
+            **({"records_routing": True} if rollout.enable_rollout_routing_replay else {}),
         )
 
     def load(self) -> Callable[..., Engine]:
@@ -99,7 +103,7 @@ class EngineKind:
         return engine
 
 
-NATIVE = EngineKind(engine="megarl.rollout.native.engine:NativeEngine")
+NATIVE = EngineKind(engine="megarl.rollout.native.engine:NativeEngine", records_routing=True)
 
 ENGINES: Registry[Any] = Registry(
     "rollout.name",
@@ -118,5 +122,5 @@ def engine_kind(name: str) -> EngineKind:
     named = ENGINES.load(name)
     if isinstance(named, EngineKind):
         return named
-    kind: EngineKind = getattr(named, "kind", NATIVE)
+    kind: EngineKind = getattr(named, "kind", replace(NATIVE, records_routing=False))
     return replace(kind, engine=named)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from megarl.parallel.generation_groups import GenerationGroups
 from megarl.rollout.engine import Engine, Request
+from megarl.rollout.gathering import gather_responses
 from megarl.types import Completion, Prompt, Rollout, SamplingParams
 
 OnFinished = Callable[[int, Rollout], None]
@@ -86,8 +87,7 @@ def generate_rollouts(
         completions[i] = completion
         if on_finished is not None and groups.tp_rank == 0 and completion.finish_reason is not None:
             on_finished(i, _continued(mine[i], completion, version))
-    gathered = groups.world.all_gather(completions if groups.tp_rank == 0 else None, "all completions")
-    everyone = {i: completion for part in gathered if part is not None for i, completion in part.items()}
+    everyone = gather_responses(groups.world, completions if groups.tp_rank == 0 else {}, "all completions")
     return [_continued(r, everyone[i], version) if i in everyone else r for i, r in enumerate(rollouts)]
 
 

@@ -196,6 +196,12 @@ _UPDATE = (
         "largest |p_new / p_old - 1| while the policy is the one that generated: 0 if training is exact",
         "first update",
     ),
+    _m(
+        "actor/routing_agreement",
+        "1",
+        "share of the recorded choices of experts that the training router would have made as well, with "
+        "`rollout.enable_rollout_routing_replay`; mean over the step's updates",
+    ),
     _m("actor/entropy", "nats", "entropy of the next token's distribution"),
     _m("actor/ref_kl", "nats", "KL to the reference per token, by `actor.kl_loss_type`"),
     _m("critic/vf_loss", "1", "value loss"),

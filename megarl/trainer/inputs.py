@@ -97,6 +97,7 @@ class Inputs:
             max_tokens=self.config.data.max_response_length,
             stop_token_ids=self.stop_tokens,
             stop=tuple(rollout.stop),
+            routed_experts=rollout.enable_rollout_routing_replay and not validation,
         )
 
 

@@ -2,6 +2,7 @@
 
 from megarl.types.batch import Batch, batch_of
 from megarl.types.rollouts import Completion, Episode, FinishReason, Prompt, Rollout, Rollouts, SamplingParams
+from megarl.types.routed_experts import RoutedExperts
 from megarl.types.tokens import Tokens
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "Prompt",
     "Rollout",
     "Rollouts",
+    "RoutedExperts",
     "SamplingParams",
     "Tokens",
     "batch_of",

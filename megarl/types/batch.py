@@ -58,6 +58,8 @@ class SequenceTable:
 class TokenShard:
     """Holds columns with one value for each of T tokens, those of all sequences; some 40 bytes a token.
 
+    Recorded experts are more: a byte or two for each layer and choice.
+
     The columns are aligned with `tokens`: `old_logp[t]` belongs to token t. They are 0 at prompt tokens.
 
     Attributes:
@@ -74,6 +76,10 @@ class TokenShard:
         values: float32 [T], of the critic, for the state before each trained token.
         returns: float32 [T], what the critic learns to predict.
         advantages: float32 [T].
+        routed_experts: uint8 or int16 [T, layers with experts, experts per token], as the generation engine chose them;
+            None: it recorded none.
+        routed: bool [T], the tokens whose experts were recorded: not the last of a response, which it never fed to the
+            model.
         selected: float32 [T], 1 at the tokens that a loss has chosen among those of its mini-batch, 0 elsewhere.
         token_columns: [T] each, a flow's or an estimator's own columns by name.
     """
@@ -90,6 +96,8 @@ class TokenShard:
     values: Tensor | None = None
     returns: Tensor | None = None
     advantages: Tensor | None = None
+    routed_experts: Tensor | None = None
+    routed: Tensor | None = None
     selected: Tensor | None = None
     token_columns: Mapping[str, Tensor] = field(default_factory=dict)
 

@@ -41,6 +41,7 @@ class SamplingParams:
         max_tokens: response tokens at most, the stop token included.
         stop_token_ids: a response ends with (and includes) the first of these.
         stop: a response ends with the token that completes one of these strings in its text.
+        routed_experts: record the experts that each token goes to; only of an engine that can.
     """
 
     temperature: float = 1.0
@@ -49,6 +50,7 @@ class SamplingParams:
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    routed_experts: bool = False
 
 
 FinishReason = Literal["stop", "length"]
@@ -209,7 +211,7 @@ class Rollouts(Sequence[Rollout]):
             mask[batch.response_mask] = torch.frombuffer(bytearray(drawn), dtype=torch.uint8).bool()
             batch = batch.with_(response_mask=mask)
         truncated = torch.tensor([rollout.finish_reason == "length" for rollout in self.items])
-        batch = batch.with_(rollout_logp=logp, truncated=truncated, temperature=self.temperature)
+        batch = batch.with_(rollout_logp=logp, truncated=truncated, temperature=self.temperature, **self._routing())
         rewards = self.rewards
         if all(reward is None for reward in rewards):
             return batch
@@ -218,6 +220,23 @@ class Rollouts(Sequence[Rollout]):
             rewards=torch.tensor([reward or 0.0 for reward in rewards], dtype=torch.float32),
             response_mask=batch.response_mask & batch.spread(scored),
         )
+
+    def _routing(self) -> dict[str, Tensor]:
+        """Return the experts that the engine recorded, by the names of the fields of `Batch`; nothing: it did not."""
+        recorded = [rollout.response.routed for rollout in self.items]
+        form = next((routed for routed in recorded if routed is not None), None)
+        if form is None:
+            return {}
+        lengths = [len(rollout.prompt.token_ids) + len(rollout.response) for rollout in self.items]
+        experts = np.zeros((sum(lengths), form.layers, form.experts_per_token), form.dtype)
+        there, start = np.zeros(len(experts), bool), 0
+        for routed, length in zip(recorded, lengths, strict=True):
+            if routed is not None:
+                assert len(routed) <= length
+                experts[start : start + len(routed)] = routed.choices
+                there[start : start + len(routed)] = True
+            start += length
+        return {"routed_experts": torch.from_numpy(experts), "routed": torch.from_numpy(there)}
 
     def _staleness(self, of_responses: Tensor) -> Tensor | None:
         """Return the staleness of each token, as in `Batch`.

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+from megarl.types.routed_experts import RoutedExperts
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
@@ -18,12 +20,15 @@ class Tokens:
             filters applied), nats. Greedy: the distribution at temperature 1, unfiltered. 0: an environment said it.
         sampled: a byte for each token, 1 where the policy drew it and 0 where an environment said it; None: all drawn.
         versions: (version, tokens) one after another: how many tokens were added with which version of the weights.
+        routed: experts that an engine chose for the first tokens of prompt and response together, each time it fed the
+            model a token for the first time; None: not recorded.
     """
 
     ids: array[int] = field(default_factory=lambda: array("i"))
     logp: array[float] = field(default_factory=lambda: array("f"))
     sampled: bytes | None = None
     versions: tuple[tuple[int, int], ...] = ()
+    routed: RoutedExperts | None = None
 
     def __len__(self) -> int:
         return len(self.ids)

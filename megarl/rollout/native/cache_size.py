@@ -13,6 +13,7 @@ from megarl.models.sizes import (
     kv_bytes_per_token,
     most_blocks,
     native_activation_bytes,
+    routed_bytes_per_token,
     state_bytes,
 )
 
@@ -29,6 +30,7 @@ def cache_blocks(
     max_model_len: int,
     weight_bytes: int,
     gpu_memory_utilization: float,
+    records_routing: bool = False,
 ) -> int:
     """Count the blocks that all sequences can fill, or that memory allows; the same on all ranks of a replica.
 
@@ -37,6 +39,7 @@ def cache_blocks(
         weight_bytes: the engine's own weights on this rank, which are held already.
         gpu_memory_utilization: part of the GPU's memory for weights, activations and KV cache of the engine, less where
             other programs leave less; on a CPU rank, part of its share of the machine's memory.
+        records_routing: the cache has the experts of its tokens, too.
 
     Raises:
         ValueError: there is no room for one sequence of `max_model_len` tokens.
@@ -60,7 +63,8 @@ def cache_blocks(
     )
     states = state_bytes(arch, tp=tp, max_num_seqs=max_num_seqs)
     room = min(gpu_memory_utilization * total - weight_bytes, free) - activations - states
-    block_bytes = BLOCK_SIZE * kv_bytes_per_token(arch, tp=tp, itemsize=dtype.itemsize)
+    token_bytes = kv_bytes_per_token(arch, tp=tp, itemsize=dtype.itemsize)
+    block_bytes = BLOCK_SIZE * (token_bytes + (routed_bytes_per_token(arch) if records_routing else 0))
     blocks = min(useful, int(room // block_bytes))
     if tp_group is not None:
         fewest = torch.tensor(blocks, device=device)

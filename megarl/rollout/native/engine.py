@@ -16,12 +16,14 @@ from megarl.models.architecture import Architecture
 from megarl.models.sizes import BLOCK_SIZE
 from megarl.models.weights import buffers
 from megarl.rollout.engine import Engine, Request, Share, share_nothing
+from megarl.rollout.expert_record import empty_record
 from megarl.rollout.native import kernels
 from megarl.rollout.native.blocks import SCRATCH_BLOCK
 from megarl.rollout.native.cache_size import cache_blocks
 from megarl.rollout.native.graphs import DecodeGraphs, bucket
 from megarl.rollout.native.kv_cache import KVCache
 from megarl.rollout.native.model import Decoder, parameter_shapes
+from megarl.rollout.native.parts.part import Attention
 from megarl.rollout.native.passes import PassesByLayer
 from megarl.rollout.native.sampler import Sample, sample
 from megarl.rollout.native.scheduler import Admission, Running, Scheduler
@@ -50,6 +52,7 @@ class NativeEngine(Engine):
         enforce_eager: decode without CUDA graphs. CPU ranks, GPUs without Triton, latent and linear attention (no
             kernels), and experts with biases, which read back how many tokens each gets, always do.
         share: gives the weights that the engine shares with training.
+        records_routing: experts of requests that ask for them (`SamplingParams.routed_experts`) are recorded.
 
     Raises:
         ValueError: the architecture cannot be split over the group; on waking: the memory does not hold the cache of
@@ -71,6 +74,7 @@ class NativeEngine(Engine):
         enforce_eager: bool,
         enable_expert_parallel: bool = False,
         share: Share = share_nothing,
+        records_routing: bool = False,
     ) -> None:
         self._tp = 1 if tp_group is None else tp_group.size()
         self._ep = self._tp if enable_expert_parallel else 1
@@ -79,6 +83,7 @@ class NativeEngine(Engine):
         self._max_num_seqs, self._max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self._max_model_len, self._gpu_memory_utilization = max_model_len, gpu_memory_utilization
         self._decode_text = decode
+        self._unrouted = empty_record(arch) if records_routing else None
         shapes = parameter_shapes(arch, self._tp, self._ep)
         shared = share(shapes)
         dtypes = dict.fromkeys(shapes, dtype) | dict.fromkeys(buffers(arch), torch.float32)
@@ -120,11 +125,13 @@ class NativeEngine(Engine):
                     max_model_len=self._max_model_len,
                     weight_bytes=sum(p.nbytes for p in self._own.values()),
                     gpu_memory_utilization=self._gpu_memory_utilization,
+                    records_routing=self._unrouted is not None,
                 ),
                 max_num_seqs=self._max_num_seqs,
                 max_model_len=self._max_model_len,
                 dtype=self._dtype,
                 device=self._device,
+                routed=self._unrouted,
             )
         if not weights_only:
             assert self._cache is not None and not self.busy
@@ -135,6 +142,7 @@ class NativeEngine(Engine):
                 blocks=self._cache.blocks,
                 decode=self._decode_text,
                 recurrent=self._arch.recurrent,
+                leaving=self._record_routing,
             )
 
     def sleep(self, *, release_weights: bool = False) -> None:
@@ -181,9 +189,12 @@ class NativeEngine(Engine):
         computed = [(r.slot, r.cached) for r in admission.computed if r.position]
         if computed:
             slots, sequences = zip(*computed, strict=True)
-            attention = self._passes.prefill(cache, slots=slots, lengths=[len(s) for s in sequences])
+            lengths = [len(s) for s in sequences]
+            attention = self._passes.prefill(cache, slots=slots, lengths=lengths)
             tokens = torch.tensor([token for s in sequences for token in s], device=self._device)
-            self._decoder.forward(tokens, attention)
+            slot_of_token = torch.tensor(slots).repeat_interleave(torch.tensor(lengths)).to(self._device)
+            positions = torch.cat([torch.arange(n) for n in lengths]).to(self._device)
+            self._forward(cache, tokens, attention, slots=slot_of_token, positions=positions)
         cache.copy(admission.copies, admission.state_copies)
         rows = [
             (token, position, r.slot, r.blocks[position // BLOCK_SIZE], 0, 0)
@@ -237,7 +248,32 @@ class NativeEngine(Engine):
         attention = self._passes.decode(
             cache, slots=slots, positions=positions, blocks=blocks, longest=longest or self._max_model_len
         )
-        return self._decoder.forward(tokens, attention)
+        return self._forward(cache, tokens, attention, slots=slots, positions=positions)
+
+    def _forward(
+        self, cache: KVCache, tokens: Tensor, attention: Attention, *, slots: Tensor, positions: Tensor
+    ) -> Tensor:
+        """Compute the last hidden states, [T, hidden], and store the tokens' experts, if they are recorded."""
+        if self._unrouted is None:
+            return self._decoder.forward(tokens, attention)
+        routed: list[Tensor] = []
+        hidden = self._decoder.forward(tokens, attention, routed)
+        cache.write_routed(slots, positions, torch.stack(routed, dim=1))
+        return hidden
+
+    def _record_routing(self, r: Running) -> None:
+        """Record the experts of a request's tokens that were fed to the model; not again those from before it waited.
+
+        A response that was interrupted keeps the experts by which its tokens were drawn, whatever its keys are computed
+        with when it goes on.
+        """
+        if self._unrouted is None or not r.request.params.routed_experts:
+            return
+        assert self._cache is not None
+        so_far = self._unrouted if r.routed is None else r.routed
+        if len(so_far) < r.position:
+            so_far = so_far.followed_by(self._cache.read_routed(r.blocks, len(so_far), r.position))
+        r.routed = so_far
 
 
 def _sample_each(logits: Tensor, params: Sequence[SamplingParams], *, seeds: Tensor, positions: Tensor) -> Sample:

@@ -11,6 +11,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.sizes import BLOCK_SIZE, blocks_for
 from megarl.rollout.native.blocks import SCRATCH_BLOCK
 from megarl.rollout.native.scheduler import Copies, Running
+from megarl.types.routed_experts import Choices, RoutedExperts
 
 _FIRST_BLOCKS = 64  # of a cache in host memory
 
@@ -25,6 +26,7 @@ class KVCache:
         blocks: their greatest number, the scratch block included; kept as an attribute.
         max_num_seqs: sequences that run together.
         max_model_len: tokens of the longest.
+        routed: form of the experts that are recorded beside the keys; None: they are not.
 
     Attributes:
         layers: of each layer, keys and values [2, blocks, kv_heads, BLOCK_SIZE, head_dim] in the heads of this rank, or
@@ -33,6 +35,8 @@ class KVCache:
             however long that is (`state_shapes`); of most kinds of attention none.
         tables: int32 [max_num_seqs + 1, blocks of the longest sequence], the blocks of the sequence in each slot. The
             last row belongs to no sequence.
+        routed: [blocks, BLOCK_SIZE, layers with experts, experts per token], the experts of the tokens whose keys are
+            there, so that sequences share these, too; as many blocks as `layers` have.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class KVCache:
         max_model_len: int,
         dtype: torch.dtype,
         device: torch.device,
+        routed: RoutedExperts | None = None,
     ) -> None:
         self.blocks = blocks
         size = blocks if device.type == "cuda" else min(blocks, _FIRST_BLOCKS)
@@ -58,6 +63,7 @@ class KVCache:
             [torch.zeros(max_num_seqs + 1, *shape, device=device) for shape in layer.attention.state_shapes(tp)]
             for layer in arch.each_layer
         ]
+        self.routed = None if routed is None else _experts(routed, size, device)
         self.tables = torch.full(
             (max_num_seqs + 1, blocks_for(max_model_len)), SCRATCH_BLOCK, dtype=torch.int32, device=device
         )
@@ -95,6 +101,26 @@ class KVCache:
         stored = self.layers[layer][:, self.tables[slots, :blocks].flatten()]
         return stored.unflatten(1, (len(slots), blocks)).transpose(2, 3).flatten(3, 4)
 
+    def write_routed(self, slots: Tensor, positions: Tensor, experts: Tensor) -> None:
+        """Store the experts of the tokens at positions[i] of the sequence in slots[i].
+
+        Args:
+            slots, positions: int64 [T].
+            experts: int16 [T, layers with experts, experts per token].
+        """
+        assert self.routed is not None
+        blocks = self.tables[slots, positions // BLOCK_SIZE].long()
+        self.routed[blocks, positions % BLOCK_SIZE] = experts.to(self.routed.dtype)
+
+    def read_routed(self, blocks: Sequence[int], first: int, end: int) -> Choices:
+        """Read the experts of the tokens from `first` to before `end` of a sequence with these blocks."""
+        assert self.routed is not None
+        skipped = first // BLOCK_SIZE
+        needed = torch.tensor(blocks[skipped : blocks_for(end)], device=self.routed.device)
+        start = first - skipped * BLOCK_SIZE
+        experts: Choices = self.routed[needed].flatten(0, 1)[start : start + end - first].cpu().numpy()
+        return experts
+
     def _reach(self, block: int) -> None:
         """Take memory for this block and those below it, if it is not there."""
         size = self.layers[0].shape[1]
@@ -104,6 +130,9 @@ class KVCache:
         for i, layer in enumerate(self.layers):
             more = layer.new_zeros(layer.shape[0], new_size - size, *layer.shape[2:])
             self.layers[i] = torch.cat((layer, more), dim=1)
+        if self.routed is not None:
+            more = self.routed.new_zeros(new_size - size, *self.routed.shape[1:])
+            self.routed = torch.cat((self.routed, more))
 
     def copy(self, blocks: Copies, slots: Copies) -> None:
         """Copy the blocks and the states of slots that the scheduler planned to copy."""
@@ -111,6 +140,8 @@ class KVCache:
             source, target = torch.tensor([blocks.sources, blocks.targets], device=self.tables.device)
             for layer in self.layers:
                 layer.index_copy_(1, target, layer.index_select(1, source))
+            if self.routed is not None:
+                self.routed[target] = self.routed[source]
         if slots.sources:
             source, target = torch.tensor([slots.sources, slots.targets], device=self.tables.device)
             for state in self._each_state():
@@ -118,3 +149,8 @@ class KVCache:
 
     def _each_state(self) -> Iterator[Tensor]:
         return (state for states in self.states for state in states)
+
+
+def _experts(form: RoutedExperts, blocks: int, device: torch.device) -> Tensor:
+    dtype = torch.uint8 if form.dtype.itemsize == 1 else torch.int16
+    return torch.zeros(blocks, BLOCK_SIZE, form.layers, form.experts_per_token, dtype=dtype, device=device)

@@ -105,8 +105,12 @@ class Decoder:
         """Say whether, with kernels, the layers' MLPs may run in CUDA graphs."""
         return all(layer.mlp.graphs for layer in self._layers)
 
-    def forward(self, tokens: Tensor, attention: Attention) -> Tensor:
-        """Compute the output of the final norm: int64 [T] -> [T, hidden]. The attention knows the tokens' positions."""
+    def forward(self, tokens: Tensor, attention: Attention, routed: list[Tensor] | None = None) -> Tensor:
+        """Compute the output of the final norm: int64 [T] -> [T, hidden]. The attention knows the tokens' positions.
+
+        Args:
+            routed: gets the tokens' experts of one layer after the other, int16 [T, experts_per_token] each.
+        """
         norms = [layer.input_norm for layer in self._layers[1:]] + [self._final_norm]
         total = self._embed(tokens)
         x = self._norm(total, self._layers[0].input_norm)
@@ -115,7 +119,7 @@ class Decoder:
             if layer.attention_output_norm is not None:
                 attended = self._norm(attended, layer.attention_output_norm)
             total, x = self._add_and_norm(total, attended, layer.mlp_norm)
-            computed = self._sum_over_ranks(layer.mlp(x))
+            computed = self._sum_over_ranks(layer.mlp(x, routed))
             if layer.mlp_output_norm is not None:
                 computed = self._norm(computed, layer.mlp_output_norm)
             total, x = self._add_and_norm(total, computed, next_norm)

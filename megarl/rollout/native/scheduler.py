@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from weakref import WeakValueDictionary
 
 from megarl.models.sizes import BLOCK_SIZE, blocks_for
 from megarl.rollout.engine import Request
 from megarl.rollout.native.blocks import BlockPool
 from megarl.rollout.stop_strings import Decode, StopStrings
-from megarl.types import Completion, FinishReason, SamplingParams
+from megarl.types import Completion, FinishReason, RoutedExperts, SamplingParams
 
 
 class StopRules:
@@ -49,6 +49,7 @@ class Running:
         slot: row of the block table; kept as long as the request runs.
         blocks: of the KV cache, in the order of the tokens.
         block_tokens: number of tokens in those blocks, of a request that waits.
+        routed: experts of its first tokens that were recorded, see `Tokens.routed`.
     """
 
     request: Request
@@ -59,6 +60,7 @@ class Running:
     slot: int = -1
     blocks: list[int] = field(default_factory=list)
     block_tokens: int = 0
+    routed: RoutedExperts | None = None
 
     @property
     def newest(self) -> int:
@@ -76,7 +78,7 @@ class Running:
     def completion(self, finish_reason: FinishReason | None) -> Completion:
         start = self.request.response
         response = start.drawn(self.token_ids[len(start) :], self.logp[len(start) :])
-        return Completion(response=response, finish_reason=finish_reason)
+        return Completion(response=replace(response, routed=self.routed), finish_reason=finish_reason)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,10 +118,18 @@ class Scheduler:
         decode: token ids to text, for stop strings.
         recurrent: whether layers keep a state per slot, which goes on with the sequence's newest token alone. Such a
             sequence is no source for others once it has drawn a token, and nothing of it is kept for another turn.
+        leaving: called with each request that stops to run, while it has its blocks.
     """
 
     def __init__(
-        self, *, max_num_seqs: int, max_num_batched_tokens: int, blocks: int, decode: Decode, recurrent: bool = False
+        self,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        blocks: int,
+        decode: Decode,
+        recurrent: bool = False,
+        leaving: Callable[[Running], None] = lambda r: None,
     ) -> None:
         self.running: list[Running] = []
         self._waiting: deque[Running] = deque()
@@ -129,7 +139,8 @@ class Scheduler:
         self._prompts: dict[tuple[int, ...], int] = {}
         self._pool = BlockPool(blocks)
         self._slots = list(range(max_num_seqs - 1, -1, -1))
-        self._max_num_batched_tokens, self._decode, self._recurrent = max_num_batched_tokens, decode, recurrent
+        self._max_num_batched_tokens, self._decode = max_num_batched_tokens, decode
+        self._recurrent, self._leaving = recurrent, leaving
 
     @property
     def busy(self) -> bool:
@@ -149,6 +160,7 @@ class Scheduler:
                 prompt_number=self._prompts.setdefault(tuple(request.prompt), len(self._prompts)),
                 token_ids=array("i", request.response.ids),
                 logp=array("f", request.response.logp),
+                routed=request.response.routed,
             )
             if earlier := self._kept.pop(request.key, None):
                 self._take_over(candidate, earlier)
@@ -209,8 +221,8 @@ class Scheduler:
             r.token_ids.append(token)
             r.logp.append(logp)
             if reason := r.rules.ending(r.token_ids, r.request.turn_start):
-                finished[r.request.key] = r.completion(reason)
                 self._leave(r, keep=r.request.keep and not self._recurrent)
+                finished[r.request.key] = r.completion(reason)
         if finished:
             self.running = [r for r in self.running if r.slot >= 0]
         return finished
@@ -262,6 +274,7 @@ class Scheduler:
     def _leave(self, r: Running, *, keep: bool = False) -> None:
         """Give back a request's slot and, unless they are kept for another turn, its blocks."""
         if r.slot >= 0:
+            self._leaving(r)
             self._slots.append(r.slot)
             r.slot = -1
         if keep:

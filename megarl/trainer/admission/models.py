@@ -31,6 +31,7 @@ def check_shapes(config: Config, arch: Architecture) -> None:
     if generates(config):
         rollout = config.actor_rollout_ref.rollout
         engine_kind(rollout.name).check(rollout, arch, trains=trains(config))
+        _check_routing_replay(config, arch)
     longest = config.data.max_sequence_length
     what = f"data.max_prompt_length + data.max_response_length = {longest}"
     if longest > arch.max_position_embeddings:
@@ -40,6 +41,25 @@ def check_shapes(config: Config, arch: Architecture) -> None:
         raise ValueError(f"{what} is more than actor.ppo_max_token_len_per_gpu = {actor.ppo_max_token_len_per_gpu}")
     if generates(config):
         check_other_layouts(config, arch, needs_of(config))
+
+
+def _check_routing_replay(config: Config, arch: Architecture) -> None:
+    roles = config.actor_rollout_ref
+    if not roles.rollout.enable_rollout_routing_replay:
+        return
+    key = "rollout.enable_rollout_routing_replay"
+    if arch.moe is None:
+        raise ValueError(f"{key}: the model has no experts whose choice could be replayed; leave it off")
+    if not engine_kind(roles.rollout.name).records_routing:
+        raise ValueError(
+            f"{key}: rollout.name = {roles.rollout.name} does not record the experts of tokens here; set "
+            "rollout.name=native"
+        )
+    if roles.actor.megatron.override_transformer_config.get("moe_router_fusion"):
+        raise ValueError(
+            f"{key}: the fused router of override_transformer_config.moe_router_fusion takes no choices; leave one of "
+            "the two off"
+        )
 
 
 def _check_overrides(config: Config, arch: Architecture) -> None:

@@ -18,9 +18,11 @@ import numpy as np
 
 from megarl.checkpoint.arrays import Array
 from megarl.config import Config
+from megarl.rollout.expert_record import empty_record
 from megarl.rollout.replicas import Quota, begin_rollouts, replicas_of_groups
+from megarl.trainer.inputs import Inputs
 from megarl.trainer.layouts import generation_layout
-from megarl.types import FinishReason, Prompt, Rollout, Rollouts, Tokens
+from megarl.types import FinishReason, Prompt, Rollout, Rollouts, RoutedExperts, Tokens
 
 _FINISHES: tuple[FinishReason | None, ...] = (None, *get_args(FinishReason))
 _OF_EACH = ("prompt", "prompt_digest", "group", "sample", "seed", "finish_reason", "length", "span_count")
@@ -29,6 +31,8 @@ _ARRAYS: dict[str, tuple[Any, tuple[int, ...]]] = {
     **{"spans": (np.int64, (2,)), "token_ids": (np.int32, ()), "logp": (np.float32, ())},
 }
 """Type, and shape after the first axis."""
+_RECORDED = ("routed_tokens", "routed_experts")
+"""Further arrays, where the experts of tokens are recorded."""
 
 GoOn = Callable[[Sequence[Rollout], Quota], Rollouts]
 """Goes on with responses until the quota is reached."""
@@ -43,16 +47,24 @@ class CarryOver:
 
     Args:
         prompts: that the sampler draws from, by place.
+        unrouted: the record of a sequence whose experts are not recorded yet; None: they are not.
     """
 
-    def __init__(self, config: Config, prompts: Sequence[Prompt]) -> None:
+    def __init__(self, config: Config, prompts: Sequence[Prompt], unrouted: RoutedExperts | None = None) -> None:
         rollout = config.actor_rollout_ref.rollout
         self._batch_size, self._at_a_time = config.data.train_batch_size, config.groups_under_way
         self._n, self._seed, self._max_staleness = rollout.n, config.data.seed, rollout.carry_over.max_staleness
         self._replicas, self._prompts = generation_layout(config).replicas, prompts
+        self._unrouted = unrouted
         self._next_group = 0
         self._places: dict[int, int] = {}  # of each group's prompt
         self._under_way: list[Rollout] = []
+
+    @staticmethod
+    def of(inputs: Inputs) -> CarryOver:
+        """Make that of a run."""
+        recorded = inputs.config.actor_rollout_ref.rollout.enable_rollout_routing_replay
+        return CarryOver(inputs.config, inputs.train_prompts, empty_record(inputs.arch) if recorded else None)
 
     def next_batch(self, draw: Callable[[], Sequence[int]], go_on: GoOn, version: int) -> Rollouts:
         """Return the responses to train on; the same on every rank.
@@ -120,7 +132,34 @@ class CarryOver:
             "spans": np.array(spans, np.int64).reshape(-1, 2),
             "token_ids": _joined((rollout.response.ids for rollout in under_way), np.int32),
             "logp": _joined((rollout.response.logp for rollout in under_way), np.float32),
+            **self._routing(),
         }
+
+    def _routing(self) -> dict[str, Array]:
+        """Return the recorded experts: of how many tokens of each response, [R] int64, and one after another which."""
+        if (empty := self._unrouted) is None:
+            return {}
+        records = [rollout.response.routed or empty for rollout in self._under_way]
+        choices = [record.choices for record in (empty, *records)]
+        return {"routed_tokens": _numbers(len(record) for record in records), "routed_experts": np.concatenate(choices)}
+
+    def _records(self, arrays: Mapping[str, Array], lengths: Sequence[int]) -> list[RoutedExperts | None]:
+        """Read what `_routing` returned; none where the run that saved them recorded none.
+
+        Raises:
+            ValueError: as `load_arrays`.
+        """
+        if (empty := self._unrouted) is None or not arrays.keys() & set(_RECORDED):
+            return [None] * len(lengths)
+        if missing := set(_RECORDED) - arrays.keys():
+            raise ValueError(f"the responses under way lack {', '.join(sorted(missing))}")
+        counts, experts = (arrays[name] for name in _RECORDED)
+        if experts.dtype != empty.dtype or experts.shape[1:] != empty.choices.shape[1:] or counts.dtype != np.int64:
+            raise ValueError("the experts of the responses under way have another type or shape")
+        whole = counts.shape == (len(lengths),) and (counts >= 0).all() and counts.sum() == len(experts)
+        if not whole or (experts < 0).any() or (experts >= empty.num_experts).any():
+            raise ValueError("the experts of the responses under way are not all whole")
+        return [empty.followed_by(part) for part in np.split(experts, np.cumsum(counts)[:-1])] if len(counts) else []
 
     def load_arrays(self, arrays: Mapping[str, Array]) -> None:
         """Go on with these groups. A group whose prompt is not there any more is left out.
@@ -144,11 +183,14 @@ class CarryOver:
             raise ValueError("the responses under way are not all whole")
         if token_ends and (token_ends[-1], span_ends[-1]) != (tokens, drawn):
             raise ValueError("the responses under way are not all whole")
+        records = self._records(arrays, token_ends)
         for i, (token_end, span_end) in enumerate(zip(token_ends, span_ends, strict=True)):
             row = {name: column[i] for name, column in whole.items()}
             place, tokens_of_row = row["prompt"], slice(token_end - row["length"], token_end)
             if place >= len(self._prompts) or _digest(prompt := self._prompts[place]) != row["prompt_digest"]:
                 continue
+            if (record := records[i]) is not None and len(record) > len(prompt.token_ids) + row["length"]:
+                raise ValueError("the responses under way have fewer tokens than experts were recorded of")
             self._places[row["group"]] = place
             versions = arrays["spans"][span_end - row["span_count"] : span_end].tolist()
             self._under_way.append(
@@ -161,6 +203,7 @@ class CarryOver:
                         ids=array("i", arrays["token_ids"][tokens_of_row].tobytes()),
                         logp=array("f", arrays["logp"][tokens_of_row].tobytes()),
                         versions=tuple((version, count) for version, count in versions),
+                        routed=record,
                     ),
                     finish_reason=_FINISHES[row["finish_reason"]],
                 )

@@ -64,9 +64,8 @@ def collect(
         else:
             rollouts = draw(0)
         if greedy:
-            best_guess = generation.rollouts(
-                rollouts.prompts, 1, replace(sampling, temperature=0.0, top_p=1.0, top_k=-1), seed=seed, round_=step
-            )
+            best = replace(sampling, temperature=0.0, top_p=1.0, top_k=-1, routed_experts=False)
+            best_guess = generation.rollouts(rollouts.prompts, 1, best, seed=seed, round_=step)
     with run.phase(Phase.REWARD):
         if not config.algorithm.filter_groups.enable:
             rollouts = drawn = score(rollouts)

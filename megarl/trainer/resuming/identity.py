@@ -192,10 +192,12 @@ def _algorithm(config: Config) -> dict[str, Any]:
     actor = config.actor_rollout_ref.actor
     loss = ("clip_low", "clip_high", "clip_ratio_c", "loss_agg_mode", "entropy_coeff", "use_kl_loss")
     kl_loss = ("kl_loss_coef", "kl_loss_type") if actor.use_kl_loss else ()
+    replays = config.actor_rollout_ref.rollout.enable_rollout_routing_replay
     return {
         **_flat(config.algorithm.model_dump(), "algorithm."),
         **{f"actor.{key}": getattr(actor, key) for key in (*loss, *kl_loss)},
         **_flat(actor.policy_loss.model_dump(), "actor.policy_loss."),
+        **({"rollout.enable_rollout_routing_replay": True} if replays else {}),
         "rollout.carry_over": config.groups_under_way if config.actor_rollout_ref.rollout.carry_over.enable else 0,
         **_flat(config.reward.overlong_buffer.model_dump(), "reward.overlong_buffer."),
         "trainer.critic_warmup": config.trainer.critic_warmup,

@@ -51,15 +51,18 @@ class Weights(part.MLPWeights):
             **({kind.shared_gate_weight: (1, hidden)} if kind.shared_gate else {}),
         }
 
-    def __call__(self, x: Tensor) -> Tensor:
-        routed = self._routed(x, *choose(self._moe, x, self._router, self._bias, self._added))
+    def __call__(self, x: Tensor, routed: list[Tensor] | None = None) -> Tensor:
+        weights, chosen = choose(self._moe, x, self._router, self._bias, self._added)
+        if routed is not None:
+            routed.append(chosen.to(torch.int16))  # of a long prompt all layers are kept
+        total = self._computed(x, weights, chosen)
         if not self._shared:
-            return routed
+            return total
         gate_up, down = self._shared
         shared = gated(x, gate_up, down)
-        return routed + (shared if self._shared_gate is None else F.linear(x, self._shared_gate).sigmoid() * shared)
+        return total + (shared if self._shared_gate is None else F.linear(x, self._shared_gate).sigmoid() * shared)
 
-    def _routed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    def _computed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Add up what this rank's experts make of the tokens that chose them: [T, hidden] -> [T, hidden]."""
         if self.graphs and kernels.on(x.device):
             from megarl.rollout.native.kernels.experts import mixture

@@ -40,8 +40,12 @@ class MLPWeights(Protocol):
         """Give the shapes of a rank's weights by name within the layer; `ep` parts of the ranks have own experts."""
         ...
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Compute [T, hidden] -> [T, hidden], to be summed over the tensor-parallel ranks."""
+    def __call__(self, x: Tensor, routed: list[Tensor] | None = None) -> Tensor:
+        """Compute [T, hidden] -> [T, hidden], to be summed over the tensor-parallel ranks.
+
+        Args:
+            routed: experts append the numbers of those that the tokens go to, int16 [T, experts_per_token].
+        """
         ...
 
 

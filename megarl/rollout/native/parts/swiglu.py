@@ -28,7 +28,7 @@ class Weights(part.MLPWeights):
         ffn = kind.ffn_hidden_size // tp
         return {"mlp.gate_up_proj.weight": (2 * ffn, hidden), "mlp.down_proj.weight": (hidden, ffn)}
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, routed: list[Tensor] | None = None) -> Tensor:
         return gated(x, self._gate_up, self._down, self._activation)
 
 
