@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -116,33 +115,20 @@ def _for_one_rank(config: Config, args: argparse.Namespace, overrides: Sequence[
 @contextmanager
 def _one_rank(config: Config) -> Iterator[Callable[..., Answering]]:
     """Make this process the only rank of a world; yields a function that builds the `Answering`."""
-    import torch.distributed as dist
+    from megarl.parallel.one_rank import one_rank
 
-    from megarl.parallel.cpu import enable_cpu_ranks
+    with one_rank(config.trainer.timeout_minutes) as world:
+        from megarl.trainer.answering import Answering  # imports Megatron-Core, which must find a world of CPU ranks
 
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # variables of a surrounding job
-        os.environ.pop(name, None)
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    enable_cpu_ranks()  # before Megatron-Core is imported
-    from megarl.parallel.meeting import follow_launcher
-    from megarl.parallel.train_groups import leave_groups
-    from megarl.parallel.world import World, init_distributed
-    from megarl.trainer.answering import Answering
+        built: list[Answering] = []
 
-    follow_launcher()
-    init_distributed(config.trainer.timeout_minutes)
-    world = World()
-    built: list[Answering] = []
+        def answering_of(inputs: Inputs) -> Answering:
+            built.append(Answering(inputs, world))
+            return built[-1]
 
-    def answering_of(inputs: Inputs) -> Answering:
-        built.append(Answering(inputs, world))
-        return built[-1]
-
-    yield answering_of
-    for answering in built:  # not after an error, which ends the process
-        answering.close()
-    leave_groups(world)
-    dist.destroy_process_group()
+        yield answering_of
+        for answering in built:  # not after an error, which ends the process
+            answering.close()
 
 
 @dataclass(frozen=True)
