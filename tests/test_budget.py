@@ -13,7 +13,7 @@ from considered_jobs import DEEPSEEK_V3, GEMMA_3_1B, GLM_45_AIR, GPT_OSS_20B, LL
 from reshard_cases import EXPERTS, architecture
 from rich.console import Console
 from rich.table import Table
-from training_cases import LATENT, SINKS, SOME_WITH_EXPERTS, WINDOWS
+from training_cases import LATENT, NORMS_BEHIND, SINKS, SOME_WITH_EXPERTS, WINDOWS
 
 from megarl.estimate.accelerator import H200
 from megarl.estimate.budget import (
@@ -77,6 +77,7 @@ def test_parameter_counts() -> None:
         LLAMA_3_8B,
         SOME_WITH_EXPERTS,
         WINDOWS,
+        NORMS_BEHIND,
         SINKS,
         LATENT,
         architecture(num_layers=2, tied=True, qkv_bias=True, moe=EXPERTS),
@@ -101,10 +102,11 @@ def test_latent_attention_in_numbers() -> None:
         architecture(num_layers=5, qk_norm=True),
         SOME_WITH_EXPERTS,
         WINDOWS,
+        NORMS_BEHIND,
         SINKS,
         LATENT,
     ],
-    ids=["8B", "tiny", "uneven", "two kinds", "windows", "sinks", "latent"],
+    ids=["8B", "tiny", "uneven", "two kinds", "windows", "norms behind", "sinks", "latent"],
 )
 def test_elements_are_those_of_the_placements(arch: Architecture, chunks: int) -> None:
     layout = TrainLayout(ranks=range(4), tp=2, pp=2, chunks=chunks)

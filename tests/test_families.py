@@ -246,7 +246,7 @@ def test_layers_that_only_torch_has() -> None:
     config = CONFIGS["gpt_oss"] | {"layer_types": ["full_attention"] * 4}
     assert FAMILIES["GptOssForCausalLM"](config).needs_torch_layers
     names = {name for name, arch in ARCHITECTURES.items() if arch.needs_torch_layers}
-    assert names == {"gemma3_text", "gpt_oss", "deepseek_v3", "deepseek_v3_yarn"}
+    assert names == {"gemma3_text", "gpt_oss", "deepseek_v3", "deepseek_v3_yarn", "olmo2"}
 
 
 def test_experts_with_biases_are_whole_on_a_rank() -> None:

@@ -176,6 +176,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         rope_theta=100.0,
         rope_scaling=_YARN,
     ),
+    "olmo2": _config("Olmo2ForCausalLM", "olmo2", rope_theta=500_000.0),
     "qwen3_moe_plain": _qwen3_moe(norm_topk_prob=False, tie_word_embeddings=True),
 }
 

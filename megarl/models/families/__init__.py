@@ -31,6 +31,7 @@ from megarl.models.families import (
     llama,
     mistral,
     mixtral,
+    olmo2,
     qwen2,
     qwen3,
     qwen3_moe,
@@ -47,6 +48,7 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], Architecture]] = {
     "DeepseekV3ForCausalLM": deepseek_v3.architecture,
     "Gemma3ForCausalLM": gemma3_text.architecture,
     "GptOssForCausalLM": gpt_oss.architecture,
+    "Olmo2ForCausalLM": olmo2.architecture,
 }
 
 _CLASSIFIERS = {"Gemma3TextForSequenceClassification": "Gemma3ForCausalLM"}

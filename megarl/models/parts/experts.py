@@ -68,26 +68,32 @@ class Experts(Part):
 
     def training(self, at: LayerPlace) -> Iterator[Placement]:
         yield from self.moe.router_in_training(at)
+        share = self._share(at)
         for local, expert in enumerate(at.expert_place.own(self.moe.num_experts)):
             if expert in at.experts:
                 module = f"mlp.experts.local_experts.{local}."
                 params = (f"{module}linear_fc1.weight", f"{module}linear_fc2.weight")
-                yield from self._place(at, expert, params)
+                yield from self._place(share, expert, params)
         module = "mlp.shared_experts."
         yield from self._place_shared(at, (f"{module}linear_fc1.weight", f"{module}linear_fc2.weight"))
 
     def engine(self, at: LayerPlace) -> Iterator[Placement]:
         """Stack experts along a first axis: [experts, 2 ffn / tp, hidden] and [experts, hidden, ffn / tp]."""
         yield from self.moe.router_in_engine(at)
+        share, params = self._share(at), self.stacked_in_engine
         for local, expert in enumerate(at.expert_place.own(self.moe.num_experts)):
             if expert in at.experts:
-                yield from self._place(at, expert, self.stacked_in_engine, row=local)
+                yield from self._place(share, expert, params, row=local)
         yield from self._place_shared(at, self.shared_in_engine)
 
+    @staticmethod
+    def _share(at: LayerPlace) -> LayerPlace:
+        """Locate the rank among those that share each expert."""
+        return replace(at, tp=at.expert_place.tp, rank=at.expert_place.rank)
+
     def _place(
-        self, at: LayerPlace, expert: int, params: tuple[str, str], row: int | None = None
+        self, share: LayerPlace, expert: int, params: tuple[str, str], row: int | None = None
     ) -> Iterator[Placement]:
-        share = replace(at, tp=at.expert_place.tp, rank=at.expert_place.rank)
         module = self._module(expert)
         yield from place_gated(share, module, self._matrices, params, self.ffn_hidden_size, row=row)
 

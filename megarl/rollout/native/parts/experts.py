@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megarl.models.parts.experts import Experts
 from megarl.rollout.native.parts import part
+from megarl.rollout.native.parts.part import Group
 from megarl.rollout.native.parts.router import choose
 from megarl.rollout.native.parts.swiglu import gated
 
@@ -20,7 +21,7 @@ class Weights(part.MLPWeights):
     hidden] and down [experts, hidden, ffn / tp] are split like one MLP, and so is the shared one.
     """
 
-    def __init__(self, kind: Experts, weights: Mapping[str, Tensor], *, tp: int, eps: float) -> None:
+    def __init__(self, kind: Experts, weights: Mapping[str, Tensor], *, group: Group, eps: float) -> None:
         self._moe = kind.moe
         gate_up, down = kind.stacked_in_engine
         self._router = weights[kind.moe.weight]

@@ -11,16 +11,17 @@ from torch import Tensor
 from megarl.models.activations import quick_gelu
 from megarl.models.parts.stacked_experts import StackedExperts
 from megarl.rollout.native.parts import experts
+from megarl.rollout.native.parts.part import Group
 
 
 class Weights(experts.Weights):
     """Holds biases beside the matrices: of gate and up [experts, 2 * ffn / tp], of down [experts, hidden]."""
 
-    def __init__(self, kind: StackedExperts, weights: Mapping[str, Tensor], *, tp: int, eps: float) -> None:
-        super().__init__(kind, weights, tp=tp, eps=eps)
+    def __init__(self, kind: StackedExperts, weights: Mapping[str, Tensor], *, group: Group, eps: float) -> None:
+        super().__init__(kind, weights, group=group, eps=eps)
         _, gate_up, _, down = kind.all_in_engine
         self._gate_up_bias, self._down_bias = weights[gate_up], weights[down]
-        self._limit, self._tp = kind.limit, tp
+        self._limit, self._tp = kind.limit, group.size
 
     @staticmethod
     def shapes(kind: Any, hidden: int, tp: int) -> dict[str, tuple[int, ...]]:

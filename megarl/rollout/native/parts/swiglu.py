@@ -10,12 +10,13 @@ from torch import Tensor
 from megarl.models.parts.swiglu import SwiGLU
 from megarl.rollout.native.fused import activate_and_mul
 from megarl.rollout.native.parts import part
+from megarl.rollout.native.parts.part import Group
 
 
 class Weights(part.MLPWeights):
     """Holds gate_up [2 * ffn / tp, hidden], down [hidden, ffn / tp]."""
 
-    def __init__(self, kind: SwiGLU, weights: Mapping[str, Tensor], *, tp: int, eps: float) -> None:
+    def __init__(self, kind: SwiGLU, weights: Mapping[str, Tensor], *, group: Group, eps: float) -> None:
         self._gate_up, self._down = weights["mlp.gate_up_proj.weight"], weights["mlp.down_proj.weight"]
         self._activation = kind.activation
 
