@@ -23,9 +23,11 @@ from megarl.cli.words import add_checkpoint, add_words, split_words
 from megarl.config import Config, ConfigError
 from megarl.data.readers import value_at
 from megarl.models.families import read_architecture
+from megarl.models.families.of_user import use_family
 from megarl.plain import plain
 from megarl.processes import signals_handled
 from megarl.trainer.subject import answering_config, evaluation_config, find_subject
+from megarl.trainer.trust import check_family_trusted
 
 if TYPE_CHECKING:
     from megarl.data.tokenizer import Tokenizer
@@ -69,6 +71,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     file, overrides = split_words([*args.words, *rest])
     config = config_of(args, file, overrides)
     prompts = [] if talks else _prompts(args, config.data.prompt_key)
+    check_family_trusted(config, [*rest, *overrides] if file is None else None)
+    use_family(config.actor_rollout_ref.model.family)
     config = _for_one_rank(config, args, overrides, requests=1 if talks else max(1, len(prompts)))
     from megarl.trainer.admission.checks import check_answering  # imports torch: a misspelt key is refused sooner
 

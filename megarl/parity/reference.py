@@ -47,7 +47,8 @@ def reference_of(
     Raises:
         ValueError: transformers cannot read the folder.
     """
-    model = transformers_model(folder, dtype).to(device)
+    model: Any = transformers_model(folder, dtype).to(device)
+    model.get_input_embeddings().padding_idx = None  # torch would give the pad token's row no gradient
     with torch.no_grad():
         answers = greedy_answers(model, sequences.prompts, ANSWER, eos_token_id=None, pad_token_id=0)
     with recorded(_places(model)) as outputs:
