@@ -427,6 +427,7 @@ DEEPSEEK_SIZED = dict(
 )
 
 
+@pytest.mark.slow
 def test_planning_of_latent_attention_and_256_experts_at_scale() -> None:
     """DeepSeek-V3's shape at EP 64 x PP 16: 61 layers, of which a stage has 3 or 4, and each expert is on two nodes."""
     train = TrainLayout(ranks=range(16_384), tp=8, pp=16, ep=64, etp=1)
