@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from ranks import Ranks
-from tiny_run import ROOT, megarl, train_in, write_run
+from tiny_run import ROOT, train_in, write_run
 
 from megarl.checkpoint.import_huggingface import HuggingFaceWeights
 from megarl.cli.main import main
@@ -31,6 +32,17 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return config
 
 
+def _check(folder: str) -> int:
+    """The exit code of `megarl model check`, in a rank that has imported everything."""
+    variables = dict(os.environ)
+    os.environ[VARIABLE] = f"{FILE}:architecture"
+    try:
+        return main(["model", "check", folder])
+    finally:
+        os.environ.clear()
+        os.environ.update(variables)
+
+
 def test_planned_and_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(run), f"{KEY}={FILE}:architecture"]) == 0
     assert "seed_oss" in capsys.readouterr().out
@@ -47,7 +59,9 @@ def test_planned_and_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.slow
-def test_trained_and_exported(run: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trained_and_exported(
+    run: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     train_in(ranks, 1, run, f"{KEY}={FILE}:architecture")
     folder = run.parent / "run" / "checkpoints" / "global_step_1" / "huggingface"
     monkeypatch.setenv(VARIABLE, f"{FILE}:architecture")
@@ -60,7 +74,6 @@ def test_trained_and_exported(run: Path, ranks: Ranks, monkeypatch: pytest.Monke
     weights = dict(model.named_parameters())
     biases = [name for name in ours.tensors if name.endswith("_proj.bias")]
     assert len(biases) == 3 * 4 and any(weights[name].any() for name in biases)
-    done = megarl("model", "check", str(folder), **{VARIABLE: f"{FILE}:architecture"})
-    assert done.returncode == 0, done.stdout + done.stderr
-    asked = megarl("generate", str(run.parent / "run"), "--prompt", "1+1=", **{VARIABLE: ""})
-    assert asked.returncode == 2 and f"({KEY}); if you trust it, set {KEY}" in asked.stderr
+    assert ranks.launch(1, _check, str(folder)) == [0]
+    assert main(["generate", str(run.parent / "run"), "--prompt", "1+1="]) == 2
+    assert f"({KEY}); if you trust it, set {KEY}" in capsys.readouterr().err
