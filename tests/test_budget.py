@@ -23,7 +23,7 @@ from considered_jobs import (
 from reshard_cases import EXPERTS, architecture
 from rich.console import Console
 from rich.table import Table
-from training_cases import LATENT, LINEAR, SINKS, SOME_WITH_EXPERTS, WINDOWS
+from training_cases import LATENT, LINEAR, NORMS_BEHIND, SINKS, SOME_WITH_EXPERTS, WINDOWS
 
 from megarl.estimate.accelerator import H200
 from megarl.estimate.budget import (
@@ -90,6 +90,7 @@ def test_parameter_counts() -> None:
         LLAMA_3_8B,
         SOME_WITH_EXPERTS,
         WINDOWS,
+        NORMS_BEHIND,
         SINKS,
         LATENT,
         LINEAR,
@@ -124,11 +125,12 @@ def test_linear_attention_in_numbers() -> None:
         architecture(num_layers=5, qk_norm=True),
         SOME_WITH_EXPERTS,
         WINDOWS,
+        NORMS_BEHIND,
         SINKS,
         LATENT,
         LINEAR,
     ],
-    ids=["8B", "tiny", "uneven", "two kinds", "windows", "sinks", "latent", "linear"],
+    ids=["8B", "tiny", "uneven", "two kinds", "windows", "norms behind", "sinks", "latent", "linear"],
 )
 def test_elements_are_those_of_the_placements(arch: Architecture, chunks: int) -> None:
     layout = TrainLayout(ranks=range(4), tp=2, pp=2, chunks=chunks)

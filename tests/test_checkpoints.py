@@ -18,12 +18,14 @@ import torch
 import torch.distributed as dist
 from architectures import changed
 from ranks import Ranks
+from selection import quick
 from small_disk import fill, small_disk
 from small_state import STATE, rl_step, state_at, warmup_step
 from training_cases import (
     ARCH,
     LATENT,
     LINEAR,
+    NORMS_BEHIND,
     SINKS,
     SOME_WITH_EXPERTS,
     WINDOWS,
@@ -400,9 +402,10 @@ def test_layers_of_two_kinds_are_read_in_any_layout(ranks: Ranks, tmp_path: Path
     assert ranks.run(4, _layouts, str(tmp_path), cases, arch)[0][0] == [True] * 2
 
 
-def test_layers_with_windows_are_read_in_any_layout(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("arch", quick([WINDOWS, NORMS_BEHIND], 0), ids=lambda arch: arch.family)
+def test_dense_layers_of_other_kinds_are_read_in_any_layout(ranks: Ranks, tmp_path: Path, arch: Architecture) -> None:
     cases = [Case(tp=2, pp=2, sequence_parallel=True), Case(tp=4), Case(pp=2, dp=2, chunks=2)]
-    assert ranks.run(4, _layouts, str(tmp_path), cases, WINDOWS)[0][0] == [True] * 2
+    assert ranks.run(4, _layouts, str(tmp_path), cases, arch)[0][0] == [True] * 2
 
 
 def test_layers_with_sinks_are_read_in_any_layout(ranks: Ranks, tmp_path: Path) -> None:

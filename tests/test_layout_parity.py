@@ -15,6 +15,7 @@ from training_cases import (
     ARCH,
     LATENT,
     LINEAR,
+    NORMS_BEHIND,
     SINKS,
     SOME_WITH_EXPERTS,
     WINDOWS,
@@ -230,6 +231,19 @@ def test_loss_and_gradient_norm_agree_with_windows(
 ) -> None:
     for history in ranks.run(case.world, train, case, 3, "policy", WINDOWS):
         for got, want in zip(history, plain_windows, strict=True):
+            assert got == pytest.approx(want, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    "case",
+    quick([Case(tp=2, pp=2, sequence_parallel=True), Case(tp=4), Case(tp=4, sequence_parallel=True, packed=False)], 1),
+    ids=lambda case: case.name,
+)
+def test_loss_and_gradient_norm_agree_with_norms_over_all_heads(ranks: Ranks, case: Case) -> None:
+    """With four ranks, two have the same KV head."""
+    plain = ranks.run(1, train, Case(), 3, "policy", NORMS_BEHIND)[0]
+    for history in ranks.run(case.world, train, case, 3, "policy", NORMS_BEHIND):
+        for got, want in zip(history, plain, strict=True):
             assert got == pytest.approx(want, rel=1e-5, abs=1e-7)
 
 

@@ -12,6 +12,7 @@ from training_cases import (
     ARCH,
     LATENT,
     LINEAR,
+    NORMS_BEHIND,
     SINKS,
     SOME_WITH_EXPERTS,
     WINDOWS,
@@ -176,8 +177,12 @@ def test_engine_log_probs_with_layers_of_two_kinds(
     assert len(responses) == 1 or dtype == "bfloat16"
 
 
-@pytest.mark.parametrize("dtype", quick(["float32", "bfloat16"], 0))
-def test_engine_log_probs_with_windows(ranks: Ranks, dtype: Literal["float32", "bfloat16"]) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "arch"), quick([("float32", WINDOWS), ("float32", NORMS_BEHIND), ("bfloat16", WINDOWS)], 0)
+)
+def test_engine_log_probs_of_other_dense_layers(
+    ranks: Ranks, dtype: Literal["float32", "bfloat16"], arch: Architecture
+) -> None:
     """Responses are longer than the windows, and the reshard shares, moves and rounds nothing."""
     cases = [
         Case(tp=2, pp=2, gen_tp=2, sequence_parallel=True, config=_engine_config(2)),
@@ -186,7 +191,7 @@ def test_engine_log_probs_with_windows(ranks: Ranks, dtype: Literal["float32", "
     ]
     responses = set()
     for case in cases:
-        for tokens, gap in ranks.run(case.world, _generate_and_compare, case, 0.7, WINDOWS, dtype):
+        for tokens, gap in ranks.run(case.world, _generate_and_compare, case, 0.7, arch, dtype):
             assert gap < (1e-5 if dtype == "float32" else 1.0)
             responses.add(tuple(tokens))
     assert len(responses) == 1 or dtype == "bfloat16"

@@ -55,6 +55,7 @@ ORDER = [
     "migration",
     "rehearsal",
     "tuning",
+    "parity",
     "cli",
     "train",
 ]

@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 import torch
 from architectures import alike
+from considered_jobs import DEEPSEEK_V3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_plan import reference_plans
 from reshard_cases import EXPERTS, architecture, logical_values, parameters, same_bits, shapes, slices
+from tiny_families import ARCHITECTURES
 
 from megarl.models.architecture import Architecture
 from megarl.models.parameter_names import ParameterNames
@@ -30,7 +32,7 @@ from megarl.models.tensors import Box, intersect, volume
 from megarl.models.weights import EMBEDDING, OUTPUT, logical_tensors
 from megarl.parallel.layout import GenerationLayout, TrainLayout, closest_stride
 from megarl.parallel.pipeline_split import PipelineSplit, written
-from megarl.reshard.plan import Piece, Plan, choose_sources, plan_reshard
+from megarl.reshard.plan import Piece, Plan, choose_sources, plan_once, plan_reshard
 from megarl.reshard.sharing import SharedPlace, plan_shared
 from megarl.reshard.sides import Side, engine_side, training_side
 from megarl.reshard.traffic import reshard_traffic
@@ -427,6 +429,28 @@ DEEPSEEK_SIZED = dict(
     vocab_size=129_280,
     moe=MixtureOfExperts(num_experts=256, experts_per_token=8, norm_topk_prob=True),
 )
+
+
+@pytest.mark.slow
+def test_planning_of_latent_attention_and_256_experts_at_scale() -> None:
+    """DeepSeek-V3's shape at EP 64 x PP 16: 61 layers, of which a stage has 3 or 4, and each expert is on two nodes."""
+    train = TrainLayout(ranks=range(16_384), tp=8, pp=16, ep=64, etp=1)
+    sides = sides_of(DEEPSEEK_V3, train, 16)
+    tracemalloc.start()
+    plan = plan_reshard(*sides, 8193, ranks_per_node=8)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(arriving(plan)) > 58 * 256 * 3 and peak < 200e6
+
+
+def test_layers_that_differ_in_their_window_are_planned_once() -> None:
+    """gpt-oss' have one in every second layer; planning each by itself took seconds at 36 layers of 128 experts."""
+    (sliding, _), (full, _), *_ = ARCHITECTURES["gpt_oss"].layers
+    train = TrainLayout(ranks=range(4), tp=2, pp=2, etp=1)
+    pairs = [replace(ARCHITECTURES["gpt_oss"], layers=((sliding, 1), (full, 1)) * count) for count in (2, 18)]
+    few, many = (plan_once(*sides_of(arch, train, 2), 1, 8) for arch in pairs)
+    assert len(many) == len(few) < 40
+    assert many[0].pieces and len(plan_reshard(*sides_of(pairs[1], train, 2), 1).local) > len(few)
 
 
 @pytest.mark.parametrize(

@@ -226,6 +226,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         shared_expert_intermediate_size=...,
     ),
     "qwen3_5_moe_text": _linear("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", rope_theta=1e7),
+    "olmo2": _config("Olmo2ForCausalLM", "olmo2", rope_theta=500_000.0),
     "qwen3_moe_plain": _qwen3_moe(norm_topk_prob=False, tie_word_embeddings=True),
 }
 

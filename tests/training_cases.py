@@ -73,6 +73,21 @@ WINDOWS = replace(
     embedding_scale=32**0.5,
 )
 """Two layers with a window, one that sees everything, and another with a window, as Gemma's."""
+NORMS_BEHIND = replace(
+    ARCH,
+    family="olmo2",
+    layers=(
+        (
+            replace(
+                ARCH.layer(0).with_attention(qkv_bias=False, norm_over_heads=True),
+                input_norms=False,
+                output_norms=True,
+            ),
+            4,
+        ),
+    ),
+)
+"""Norms behind attention and MLP alone, and over all heads of the queries and keys, as OLMo 2's."""
 _BIASED = replace(ARCH.attention, qk_norm=False, output_bias=True, sinks=True)
 _STACKED = StackedExperts(
     ffn_hidden_size=16,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,7 +56,7 @@ def compare_logits(huggingface: str, megatron: str, arch: Architecture, *, toler
     generator = torch.Generator().manual_seed(0)
     lengths = [min(n, arch.max_position_embeddings) for n in (5, 16, 33)]
     sequences = [torch.randint(arch.vocab_size, (n,), generator=generator) for n in lengths]
-    model = _transformers_model(huggingface)
+    model = transformers_model(huggingface)
     expected = [torch.log_softmax(model(tokens[None]).logits[0], -1) for tokens in sequences]
     del model
     with megatron_model(megatron, arch) as log_probs:
@@ -127,18 +127,14 @@ def megatron_model(folder: str, arch: Architecture) -> Iterator[Callable[[Tensor
 
 
 def _transformers_answers(folder: str, questions: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
-    model = _transformers_model(folder)
+    model = transformers_model(folder)
     config = model.generation_config
-    ends = {"eos_token_id": config.eos_token_id, "pad_token_id": config.pad_token_id}  # and no penalties of its own
-    settings = type(config)(max_new_tokens=ANSWER, do_sample=False, **ends)
-    return {
-        text: model.generate(torch.tensor([ids]), generation_config=settings)[0, len(ids) :].tolist()
-        for text, ids in questions.items()
-    }
+    ends = {"eos_token_id": config.eos_token_id, "pad_token_id": config.pad_token_id}
+    return dict(zip(questions, greedy_answers(model, questions.values(), ANSWER, **ends), strict=True))
 
 
-def _transformers_model(folder: str) -> Any:
-    """Load a folder's model in float32, and run no code of a stranger's. Raises ValueError if it cannot be read."""
+def transformers_model(folder: str, dtype: torch.dtype = torch.float32) -> Any:
+    """Load a folder's model, and run no code of a stranger's. Raises ValueError if it cannot be read."""
     try:
         from transformers import AutoModelForCausalLM, logging  # costs seconds to import
     except ImportError as e:
@@ -147,7 +143,7 @@ def _transformers_model(folder: str) -> Any:
     try:
         model = AutoModelForCausalLM.from_pretrained(
             folder,
-            dtype=torch.float32,
+            dtype=dtype,
             local_files_only=True,
             trust_remote_code=False,
             attn_implementation="eager",
@@ -155,3 +151,34 @@ def _transformers_model(folder: str) -> Any:
     except Exception as e:  # the library raises anything
         raise ValueError(f"transformers cannot read '{folder}': {' '.join(str(e).split())[:200]}") from e
     return model.eval()
+
+
+def greedy_answers(model: Any, prompts: Iterable[Sequence[int]], most: int, **ends: Any) -> list[list[int]]:
+    """Let a model of transformers answer with its most probable tokens.
+
+    Args:
+        most: tokens of an answer.
+        ends: `eos_token_id` and `pad_token_id`.
+    """
+    settings = type(model.generation_config)(max_new_tokens=most, do_sample=False, **ends)  # no penalties of its own
+    answers = []
+    for ids in prompts:
+        x = torch.tensor([ids], device=model.device)
+        # without a mask, a token of the prompt that is also the pad token would be hidden
+        whole = model.generate(x, attention_mask=torch.ones_like(x), generation_config=settings)
+        answers.append(whole[0, len(ids) :].tolist())
+    return answers
+
+
+def in_file_names(model: Any, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Name a value for each tensor of a model of transformers as its files do; what is tied has one name.
+
+    transformers 5 stacks experts, say, which its files have one by one: their values are taken apart.
+    """
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    once = {name: value for name, value in values.items() if name not in tied}
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # of transformers 4, whose models have the names of the files
+        return once
+    return dict(revert_weight_conversion(model, once))

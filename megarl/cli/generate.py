@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -24,9 +23,11 @@ from megarl.cli.words import add_checkpoint, add_words, split_words
 from megarl.config import Config, ConfigError
 from megarl.data.readers import value_at
 from megarl.models.families import read_architecture
+from megarl.models.families.of_user import use_family
 from megarl.plain import plain
 from megarl.processes import signals_handled
 from megarl.trainer.subject import answering_config, evaluation_config, find_subject
+from megarl.trainer.trust import check_family_trusted
 
 if TYPE_CHECKING:
     from megarl.data.tokenizer import Tokenizer
@@ -70,6 +71,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     file, overrides = split_words([*args.words, *rest])
     config = config_of(args, file, overrides)
     prompts = [] if talks else _prompts(args, config.data.prompt_key)
+    check_family_trusted(config, [*rest, *overrides] if file is None else None)
+    use_family(config.actor_rollout_ref.model.family)
     config = _for_one_rank(config, args, overrides, requests=1 if talks else max(1, len(prompts)))
     from megarl.trainer.admission.checks import check_answering  # imports torch: a misspelt key is refused sooner
 
@@ -116,33 +119,20 @@ def _for_one_rank(config: Config, args: argparse.Namespace, overrides: Sequence[
 @contextmanager
 def _one_rank(config: Config) -> Iterator[Callable[..., Answering]]:
     """Make this process the only rank of a world; yields a function that builds the `Answering`."""
-    import torch.distributed as dist
+    from megarl.parallel.one_rank import one_rank
 
-    from megarl.parallel.cpu import enable_cpu_ranks
+    with one_rank(config.trainer.timeout_minutes) as world:
+        from megarl.trainer.answering import Answering  # imports Megatron-Core, which must find a world of CPU ranks
 
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # variables of a surrounding job
-        os.environ.pop(name, None)
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    enable_cpu_ranks()  # before Megatron-Core is imported
-    from megarl.parallel.meeting import follow_launcher
-    from megarl.parallel.train_groups import leave_groups
-    from megarl.parallel.world import World, init_distributed
-    from megarl.trainer.answering import Answering
+        built: list[Answering] = []
 
-    follow_launcher()
-    init_distributed(config.trainer.timeout_minutes)
-    world = World()
-    built: list[Answering] = []
+        def answering_of(inputs: Inputs) -> Answering:
+            built.append(Answering(inputs, world))
+            return built[-1]
 
-    def answering_of(inputs: Inputs) -> Answering:
-        built.append(Answering(inputs, world))
-        return built[-1]
-
-    yield answering_of
-    for answering in built:  # not after an error, which ends the process
-        answering.close()
-    leave_groups(world)
-    dist.destroy_process_group()
+        yield answering_of
+        for answering in built:  # not after an error, which ends the process
+            answering.close()
 
 
 @dataclass(frozen=True)

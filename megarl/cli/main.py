@@ -58,6 +58,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command(name="serve", help="print the command with which vLLM serves a checkpoint"),
     ),
     "Look things up": (
+        Command(name="model", help="compare a model's folder with transformers: tensors, numbers, answers"),
         Command(name="config", help="print, explain and compare configurations", takes_keys=True),
         Command(
             name="algorithms", help="list flows, methods, advantage estimators, losses and rewards, and their needs"

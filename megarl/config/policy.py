@@ -13,6 +13,11 @@ class ModelConfig(ModelFiles):
     """The policy's architecture and weights."""
 
     random_init: bool = Field(False, description="start from random weights instead of those in path")
+    family: str = Field(
+        "",
+        description="path/to/file.py:function that describes a model whose architecture is unknown: its config.json, a "
+        "dictionary, to an Architecture",
+    )
     checkpoint: str = Field(
         "",
         description="checkpoint folder whose actor weights to start from: MegaRL's (global_step_N) or Megatron-LM's "

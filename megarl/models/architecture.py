@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any, Literal
 
 from megarl.models.parts.experts import Experts, MixtureOfExperts
-from megarl.models.parts.part import AttentionPart, MLPPart, check_counts, check_numbers
+from megarl.models.parts.part import AttentionPart, MLPPart, Part, check_counts, check_numbers
 from megarl.parallel.layout import TrainLayout
 
 MOST_LAYERS = 10_000
@@ -20,17 +20,28 @@ class Layer:
     """Describes a kind of layer: a norm and attention, a norm and an MLP, each added to the residual stream.
 
     Attributes:
-        output_norms: what attention and MLP compute goes through a norm of its own before it is added (Gemma).
+        input_norms: attention and MLP read the residual stream through a norm (all but OLMo 2).
+        output_norms: what attention and MLP compute goes through a norm of its own before it is added (Gemma, OLMo 2).
     """
 
     attention: AttentionPart
     mlp: MLPPart
+    input_norms: bool = True
     output_norms: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.input_norms or self.output_norms
 
     def with_attention(self, **changes: Any) -> Layer:
         """Change some attributes of the attention."""
         attention: Any = self.attention
         return replace(self, attention=replace(attention, **changes))
+
+    def weights(self, hidden: int) -> tuple[object, ...]:
+        """List what says where the weights of a layer are: the classes of its parts, its norms, and its tensors."""
+        parts: tuple[Part, ...] = (self.attention, self.mlp)
+        tensors = (tensor for part in parts for tensor in part.tensors("", hidden))
+        return (*map(type, parts), self.input_norms, self.output_norms, *tensors)
 
     def megatron_fields(self) -> dict[str, Any]:
         """Set Megatron-Core's TransformerConfig, by field."""
@@ -97,6 +108,16 @@ class Architecture:
     def firsts(self) -> list[int]:
         """List the number of the first layer in each run of equal layers."""
         return [0, *accumulate(count for _, count in self.layers[:-1])]
+
+    @cached_property
+    def firsts_placed_alike(self) -> list[int]:
+        """List the number of the first layer in each run of layers with the same weights in the same places.
+
+        Layers of which every second has a window are one run.
+        """
+        weights = {kind: kind.weights(self.hidden_size) for kind in self.kinds}
+        runs = zip(self.firsts, (weights[layer] for layer, _ in self.layers), strict=True)
+        return [next(run)[0] for _, run in groupby(runs, key=lambda run: run[1])]
 
     @property
     def attention(self) -> AttentionPart:

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from megarl.models.norm import RMSNorm
+from megarl.models.norm import HeadsNorm, RMSNorm
 from megarl.models.packed_attention import packed_attention, padded_attention
 from megarl.models.parts.grouped_query import GroupedQuery
 from megarl.models.parts.rotary import Rotary
@@ -108,7 +108,7 @@ class CausalAttention(torch.nn.Module):
         return out.flatten(1)
 
     def rotated(self, query: Tensor, key: Tensor, packed: PackedSequences | None) -> tuple[Tensor, Tensor]:
-        """Rotate queries and keys that are not rotated yet."""
+        """Rotate queries and keys that are not rotated yet; first normalise them, where Megatron-Core has not."""
         return query, key
 
     @property
@@ -133,12 +133,17 @@ class TorchAttention(CausalAttention):
             device = torch.cuda.current_device()
             self.sinks = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=device))
             set_tensor_model_parallel_attributes(self.sinks, True, 0, 1)
+        if self.attention.norm_over_heads:
+            tp, dim, widths = self._tp_group, self.attention.head_dim, self.attention.norm_widths
+            q, k = self.attention.first_heads(tp.size(), tp.rank())
+            self.q_layernorm = HeadsNorm(config, widths["q"], q * dim, tp)
+            self.k_layernorm = HeadsNorm(config, widths["k"], k * dim, tp)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Say for a checkpoint that each tensor-parallel rank has its heads' sinks."""
-        parameters = {} if self.sinks is None else {"sinks": self.sinks}
+        """Say for a checkpoint that each tensor-parallel rank has its heads' sinks, and the whole of the norms."""
+        parameters = dict(self.named_parameters())
         groups = dict(tp_group=self._tp_group, dp_cp_group=(metadata or {}).get("dp_cp_group"))
         shards: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             parameters, prefix, {"sinks": 0}, sharded_offsets, **groups
@@ -152,6 +157,8 @@ class TorchAttention(CausalAttention):
 
     def rotated(self, query: Tensor, key: Tensor, packed: PackedSequences | None) -> tuple[Tensor, Tensor]:
         """See `CausalAttention.rotated`."""
+        if self.attention.norm_over_heads:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
         cos_sin = cos_sin_of(self.attention, query, packed)
         return rotate(query, cos_sin), rotate(key, cos_sin)
 
@@ -204,4 +211,5 @@ def set_modules(spec: ModuleSpec, attention: GroupedQuery) -> None:
     if attention.output_gate:
         spec.module = GatedSelfAttention
     parts.core_attention = type("TorchAttention", (TorchAttention,), {"attention": attention})
-    parts.q_layernorm = parts.k_layernorm = RMSNorm if attention.qk_norm else IdentityOp
+    by_head = attention.qk_norm and not attention.norm_over_heads
+    parts.q_layernorm = parts.k_layernorm = RMSNorm if by_head else IdentityOp

@@ -12,6 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -70,7 +71,7 @@ def torch_layers(arch: Architecture) -> LayerSpec:
 def _torch_layer(kind: Layer) -> ModuleSpec:
     module = get_gpt_layer_local_spec(normalization="RMSNorm", **_spec_arguments(kind))
     parts = module.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm if kind.input_norms else IdentityOp
     if isinstance(kind.mlp, StackedExperts):
         _submodules(_submodules(parts.mlp).experts).linear_fc2 = ExpertOutput
     if kind.output_norms:

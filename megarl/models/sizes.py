@@ -67,7 +67,7 @@ def layer_activations(arch: Architecture, *, tp: int, sequence_parallel: bool, e
     SwiGLU, grouped queries), t = TP:
 
         norms                  4 h      inputs and outputs of both norms, divided by t with sequence parallelism;
-                                        8 h of four norms
+                                        8 h of four norms (2 h each)
         attention    2 (q + kv) / t     queries, keys, values and the attention's output
         MLP               3 ffn / t     gate, up and their product
         experts   k (2 h + 3 ffn / t)   of k experts per token, in place of the MLP, with their inputs and outputs
@@ -77,7 +77,8 @@ def layer_activations(arch: Architecture, *, tp: int, sequence_parallel: bool, e
     kernels.
     """
     hidden = arch.hidden_size
-    norms = (8 if any(layer.output_norms for layer in arch.kinds) else 4) * hidden / (tp if sequence_parallel else 1)
+    most = max(4 * (layer.input_norms + layer.output_norms) for layer in arch.kinds)
+    norms = most * hidden / (tp if sequence_parallel else 1)
     parts = (layer.attention.activations(hidden, tp) + layer.mlp.activations(hidden, tp, ep) for layer in arch.kinds)
     return norms + max(parts)
 

@@ -40,9 +40,9 @@ def logical_tensors(arch: Architecture) -> dict[str, LogicalTensor]:
     tensors = [table(EMBEDDING, "matrix", vocab=arch.vocab_size, hidden=hidden)]
     for number, layer in enumerate(arch.each_layer):
         prefix = layer_prefix(number)
-        tensors.append(layer_norm(prefix + INPUT_NORM))
+        tensors += [layer_norm(prefix + INPUT_NORM)] * layer.input_norms
         tensors += layer.attention.tensors(prefix, hidden)
-        tensors.append(layer_norm(prefix + mlp_norm(layer)))
+        tensors += [layer_norm(prefix + mlp_norm(layer))] * layer.input_norms
         tensors += layer.mlp.tensors(prefix, hidden)
         tensors += [layer_norm(prefix + name) for name in OUTPUT_NORMS if layer.output_norms]
     tensors.append(layer_norm(FINAL_NORM))
@@ -92,11 +92,9 @@ def training_placements(
                     expert_place=ExpertPlace(tp=layout.expert_tp, rank=at.expert_tp, ep=layout.ep, part=at.ep),
                     experts=experts,
                 )
-                yield place.whole(INPUT_NORM, names.input_norm(layer), arch.hidden_size)
                 yield from layer.attention.training(place)
-                yield place.whole(mlp_norm(layer), names.mlp_norm(layer), arch.hidden_size)
                 yield from layer.mlp.training(place)
-                yield from _output_norms(layer, place, names.output_norms)
+                yield from _norms(layer, place, (names.input_norm(layer), names.mlp_norm(layer)), names.output_norms)
         if last:
             yield place_whole(FINAL_NORM, f"{chunk}.decoder.final_layernorm.weight", (arch.hidden_size,))
         if tied_copy or (last and arch.output == "lm"):
@@ -138,20 +136,20 @@ def engine_placements(
                 expert_place=ExpertPlace.in_engine(tp=tp, rank=r, ep=ep),
                 experts=experts,
             )
-            yield place.whole(INPUT_NORM, INPUT_NORM, hidden)
             yield from layer.attention.engine(place)
-            yield place.whole(mlp_norm(layer), mlp_norm(layer), hidden)
             yield from layer.mlp.engine(place)
-            yield from _output_norms(layer, place, OUTPUT_NORMS)
+            yield from _norms(layer, place, (INPUT_NORM, mlp_norm(layer)), OUTPUT_NORMS)
     yield place_whole(FINAL_NORM, FINAL_NORM, (hidden,))
     if not arch.tied:
         yield from _vocab(arch, OUTPUT, OUTPUT, rows, r)
 
 
-def _output_norms(layer: Layer, place: LayerPlace, params: tuple[str, str]) -> Iterator[Placement]:
-    if layer.output_norms:
-        for tensor, param in zip(OUTPUT_NORMS, params, strict=True):
-            yield place.whole(tensor, param, place.hidden)
+def _norms(layer: Layer, place: LayerPlace, inputs: tuple[str, str], outputs: tuple[str, str]) -> Iterator[Placement]:
+    """Place the norms of a layer, given their parameters."""
+    before = zip((INPUT_NORM, mlp_norm(layer)), inputs, strict=True) if layer.input_norms else ()
+    behind = zip(OUTPUT_NORMS, outputs, strict=True) if layer.output_norms else ()
+    for tensor, param in (*before, *behind):
+        yield place.whole(tensor, param, place.hidden)
 
 
 def _vocab(arch: Architecture, tensor: str, param: str, rows: int, r: int) -> Iterator[Placement]:

@@ -123,9 +123,9 @@ def plan_reshard(source: Side, target: Side, rank: int, *, ranks_per_node: int =
         rank: of either side, or of both.
         ranks_per_node: consecutive ranks that share a node; by default all do.
     """
-    times = repetitions(source.arch, source.runs, target.runs)
-    steps = plan_once(source, target, rank, ranks_per_node)
     with _garbage_collection_paused():
+        times = repetitions(source.arch, source.runs, target.runs)
+        steps = plan_once(source, target, rank, ranks_per_node)
         local, sends, receives = _by_peer(_repeat(steps, times), rank)
         relayed = [replace(step, pieces=step.relayed) for step in steps if step.relayed]
         _, relay_sends, relay_receives = _by_peer(_repeat(relayed, times), rank)
@@ -182,11 +182,11 @@ def plan_once(source: Side, target: Side, rank: int, ranks_per_node: int) -> lis
         relayed: list[Piece] = []
         for turn, (box, holders) in enumerate(boxes.items()):
             asking = block.asking(rank, holders)
-            common = {p: _overlaps(box, needs[p].get(tensor, ())) for p in {block.place[r] for r in asking}}
-            takers = [r for r in asking if common[block.place[r]]]
-            for taker, giver in choose_sources(takers, holders, turn, ranks_per_node).items():
-                sharing = block.sharing(taker, giver)
-                for to, whole in common[block.place[taker]] if rank in (giver, *sharing) else ():
+            places = one_of_each if asking is block.place else {block.place[r] for r in asking}
+            overlaps = {place: _overlaps(box, needs[place].get(tensor, ())) for place in places}
+            common = {place: parts for place, parts in overlaps.items() if parts}
+            for taker, giver, sharing in block.exchanges(rank, tuple(holders), frozenset(common), turn):
+                for to, whole in common[block.place[taker]]:
                     part = even_share(whole, sharing.index(taker), len(sharing))
                     if part is None:
                         continue
@@ -219,12 +219,35 @@ class _Block:
         self.holders = source.copies[copies[rank]]
         self.place = {r: target.place(r) for r in takers if copies[r] == copies[rank]}
         self._node = {r: r // ranks_per_node for r in (*self.holders, *self.place)}
-        spot = {r: (self._node[r], place) for r, place in self.place.items()}
-        self._mates = {r: tuple(mate for mate in spot if spot[mate] == spot[r]) for r in spot}
+        together: defaultdict[object, list[int]] = defaultdict(list)
+        for r, place in self.place.items():
+            together[self._node[r], place].append(r)
+        self._ranks_per_node = ranks_per_node
+        self._exchanges: dict[object, list[tuple[int, int, tuple[int, ...]]]] = {}
+        self._mates = {r: mates for mates in map(tuple, together.values()) for r in mates}
 
     def sharing(self, taker: int, giver: int) -> tuple[int, ...]:
         """List the ranks, `taker` among them, that each take a share of what a rank has for all of them."""
         return (taker,) if self._node[taker] == self._node[giver] else self._mates[taker]
+
+    def exchanges(
+        self, rank: int, holders: tuple[int, ...], places: frozenset[object], turn: int
+    ) -> list[tuple[int, int, tuple[int, ...]]]:
+        """List who takes some of a box from whom, and the ranks that share it, as far as `rank` takes part.
+
+        Many tensors are held by the same ranks, and wanted by the same: what is chosen for one holds for all.
+
+        Args:
+            places: of the ranks that need some of the box.
+            turn: see `choose_sources`.
+        """
+        key = rank, holders, places, turn
+        if key not in self._exchanges:
+            takers = [r for r in self.asking(rank, holders) if self.place[r] in places]
+            sources = choose_sources(takers, frozenset(holders), turn, self._ranks_per_node)
+            exchanges = ((taker, giver, self.sharing(taker, giver)) for taker, giver in sources.items())
+            self._exchanges[key] = [x for x in exchanges if rank == x[1] or rank in x[2]]
+        return self._exchanges[key]
 
     def asking(self, rank: int, holders: Collection[int]) -> Collection[int]:
         """List the ranks whose pieces of a box `rank` must enumerate.
@@ -312,15 +335,17 @@ def choose_sources(
         at most one, and so do the numbers of those that any two holders serve of nodes without one.
     """
     holders = sorted(holding)
-    nodes = {taker: taker // ranks_per_node for taker in takers}
-    near = {node: [h for h in holders if h // ranks_per_node == node] for node in nodes.values()}
+    near: defaultdict[int, list[int]] = defaultdict(list)
+    for holder in holders:
+        near[holder // ranks_per_node].append(holder)
     served: Counter[int | None] = Counter()
     chosen = {}
-    for taker, node in nodes.items():
+    for taker in takers:
         if taker in holding:
             chosen[taker] = taker
             continue
-        candidates, turns = (near[node], node) if near[node] else (holders, None)
+        node = taker // ranks_per_node
+        candidates, turns = (near[node], node) if node in near else (holders, None)
         chosen[taker] = candidates[(turn + served[turns]) % len(candidates)]
         served[turns] += 1
     return chosen

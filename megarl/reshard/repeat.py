@@ -66,11 +66,11 @@ class Runs:
 
 
 def repetitions(arch: Architecture, *sides: Runs) -> Repetitions:
-    """Count out a model whose layers of one kind, and whose experts, are alike within the runs of every side.
+    """Count out a model whose layers with the same weights, and whose experts, are alike within the runs of every side.
 
     Runs of 0-3 and 4-7 on one side and of 0-5 and 6-7 on the other make three stretches, of 4, 2 and 2 layers.
     """
-    layers = {*arch.firsts, *(run.start for side in sides for run in side.layers)}
+    layers = {*arch.firsts_placed_alike, *(run.start for side in sides for run in side.layers)}
     experts = {0, *(run.start for side in sides for run in side.experts)}
     count = arch.moe.num_experts if arch.moe else 1
     return Repetitions(layers=_stretches(layers, arch.num_layers), experts=_stretches(experts, count))
@@ -104,13 +104,21 @@ class RepeatedPlacement:
 
 
 class _Name:
-    """A name with places for the numbers of layer and expert."""
+    """A name with places for the numbers of layer and expert, the layer first."""
 
-    __slots__ = ("_first_expert", "_first_layer", "_pattern")
+    __slots__ = ("_after", "_before", "_between", "_first_expert", "_first_layer")
 
     def __init__(self, name: str) -> None:
-        self._first_layer, self._first_expert = layer_of(name) or 0, expert_of(name) or 0
-        self._pattern = _EXPERT.sub("experts.{expert}.", _LAYER.sub("layers.{layer}.", name))
+        self._first_layer, self._first_expert = layer_of(name), expert_of(name)
+        self._before, self._between, self._after = name, "", ""
+        if match := _LAYER.search(name):
+            self._before, self._between = name[: match.start(1)], name[match.end(1) :]
+            if within := _EXPERT.search(name):
+                self._between, self._after = name[match.end(1) : within.start(1)], name[within.end(1) :]
 
     def at(self, layer: int, expert: int) -> str:
-        return self._pattern.format(layer=self._first_layer + layer, expert=self._first_expert + expert)
+        if self._first_layer is None:
+            return self._before
+        if self._first_expert is None:
+            return f"{self._before}{self._first_layer + layer}{self._between}"
+        return f"{self._before}{self._first_layer + layer}{self._between}{self._first_expert + expert}{self._after}"

@@ -17,6 +17,7 @@ from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.flow_kinds import format_of, generates, trains
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
+from megarl.models.families.of_user import use_family
 from megarl.rewards import Reward
 from megarl.rewards.parts import Part, parts_of, scorers_of
 from megarl.trainer.digests import tokenizer_digest
@@ -115,6 +116,7 @@ def read_inputs(config: Config, *, reward: Reward | None = None) -> Inputs:
         ValueError: what is missing or wrong, and what to change, in one line.
     """
     model = config.actor_rollout_ref.model
+    use_family(model.family)
     arch = read_architecture(model.folder)
     tokenizer = _tokenizer(config)
     rewards = parts_of(config.reward, reward) if generates(config) else ()
@@ -138,6 +140,7 @@ def read_model(config: Config) -> Inputs:
         ValueError: as `read_inputs`.
     """
     model = config.actor_rollout_ref.model
+    use_family(model.family)
     arch = read_architecture(model.folder)
     tokenizer = _tokenizer(config)
     stop_tokens = _stop_tokens(config, arch, tokenizer)

@@ -58,6 +58,20 @@ def check_trusted(config: Config, run_dir: str, overrides: Sequence[str]) -> Non
             )
 
 
+def check_family_trusted(config: Config, overrides: Sequence[str] | None) -> None:
+    """Refuse a model family's file that only a run's recorded configuration names.
+
+    Args:
+        overrides: what the caller names, `key=value`; None: the caller names the configuration.
+
+    Raises:
+        ValueError: the file is named there alone.
+    """
+    key, file = "actor_rollout_ref.model.family", config.actor_rollout_ref.model.family
+    if file and overrides is not None and not any(word.startswith(f"{key}=") for word in overrides):
+        raise ValueError(f"the configuration that the run recorded imports {file} ({key}); if you trust it, set {key}")
+
+
 def _leaves(values: Any, key: str) -> Iterator[tuple[str, Any]]:
     if isinstance(values, dict | list):
         for name, value in values.items() if isinstance(values, dict) else enumerate(values):

@@ -1,15 +1,6 @@
 """The supported model families: Hugging Face `config.json` -> `Architecture`, and the names of the weights.
 
-To add one:
-
-1. Write `megarl/models/families/NAME.py` with `architecture(config)`: the fields of `config.json` as an `Architecture`
-   whose `family` is NAME. Start from the closest family's `layer`; raise ValueError for whatever the model can
-   do and MegaRL cannot, so that nobody trains a model that is not theirs.
-2. Register it below, under the name in `architectures` of `config.json`.
-3. Add a tiny `config.json` to `CONFIGS` in `tests/tiny_families.py`.
-
-`pytest tests/test_families.py tests/test_models_hf.py tests/test_native_engine_hf.py` then compares the weights' names
-with Hugging Face's files and the logits with `transformers`, for the training layout and for the native engine.
+`docs/howto/model.md` says how to add one: a file here, a line in `FAMILIES`, a tiny config in `tests/tiny_families.py`.
 
 A kind of attention or of MLP that is not among `megarl.models.parts` is one file there, which says all that is known of
 it before a run, and one file in `megarl.rollout.native.parts`, which computes it while it generates. In training,
@@ -32,6 +23,8 @@ from megarl.models.families import (
     llama,
     mistral,
     mixtral,
+    of_user,
+    olmo2,
     qwen2,
     qwen3,
     qwen3_5_moe_text,
@@ -54,6 +47,7 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], Architecture]] = {
     "Qwen3NextForCausalLM": qwen3_next.architecture,
     "Qwen3_5ForCausalLM": qwen3_5_text.architecture,
     "Qwen3_5MoeForCausalLM": qwen3_5_moe_text.architecture,
+    "Olmo2ForCausalLM": olmo2.architecture,
 }
 
 _WITH_IMAGES = {
@@ -98,10 +92,13 @@ def read_architecture(path: str) -> Architecture:
             f"'{file}': {name} has images; save its language model alone, with transformers' "
             f"{_WITH_IMAGES[name]}.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
         )
-    if name not in FAMILIES:
-        raise ValueError(f"'{file}': architecture {names[0]} is not supported; supported: {', '.join(FAMILIES)}")
+    if name not in FAMILIES and not of_user.is_named():
+        raise ValueError(
+            f"'{file}': architecture {names[0]} is not supported; supported: {', '.join(FAMILIES)}, or a family "
+            f"of your own: actor_rollout_ref.model.family=path/to/file.py:function, or {of_user.VARIABLE}"
+        )
     try:
-        return FAMILIES[name](config)
+        return FAMILIES.get(name, of_user.architecture)(config)
     except KeyError as e:
         raise ValueError(f"'{file}': field {e} is missing") from e
     except (TypeError, AttributeError, ZeroDivisionError, OverflowError) as e:

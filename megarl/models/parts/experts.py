@@ -79,11 +79,12 @@ class Experts(MLPPart):
 
     def training(self, at: LayerPlace) -> Iterator[Placement]:
         yield from self.moe.router_in_training(at)
+        share = self._share(at)
         for local, expert in enumerate(at.expert_place.own(self.moe.num_experts)):
             if expert in at.experts:
                 module = f"mlp.experts.local_experts.{local}."
                 params = (f"{module}linear_fc1.weight", f"{module}linear_fc2.weight")
-                yield from self._place(at, expert, params)
+                yield from self._place(share, expert, params)
         module = "mlp.shared_experts."
         params = (f"{module}linear_fc1.weight", f"{module}linear_fc2.weight")
         yield from self._place_shared(at, params, f"{module}gate_weight")
@@ -94,15 +95,20 @@ class Experts(MLPPart):
         Here tp counts the ranks that share each expert, and a rank's own experts alone are stacked.
         """
         yield from self.moe.router_in_engine(at)
+        share, params = self._share(at), self.stacked_in_engine
         for local, expert in enumerate(at.expert_place.own(self.moe.num_experts)):
             if expert in at.experts:
-                yield from self._place(at, expert, self.stacked_in_engine, row=local)
+                yield from self._place(share, expert, params, row=local)
         yield from self._place_shared(at, self.shared_in_engine, self.shared_gate_weight)
 
+    @staticmethod
+    def _share(at: LayerPlace) -> LayerPlace:
+        """Locate the rank among those that share each expert."""
+        return replace(at, tp=at.expert_place.tp, rank=at.expert_place.rank)
+
     def _place(
-        self, at: LayerPlace, expert: int, params: tuple[str, str], row: int | None = None
+        self, share: LayerPlace, expert: int, params: tuple[str, str], row: int | None = None
     ) -> Iterator[Placement]:
-        share = replace(at, tp=at.expert_place.tp, rank=at.expert_place.rank)
         module = self._module(expert)
         yield from place_gated(share, module, self._matrices, params, self.ffn_hidden_size, row=row)
 

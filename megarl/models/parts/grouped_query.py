@@ -25,6 +25,7 @@ class GroupedQuery(AttentionPart):
             those of the head's query (Qwen3-Next).
         sinks: a learned logit of each query head takes part in its softmax, and counts for nothing else (gpt-oss).
         qk_norm: RMSNorm over head_dim on queries and keys (Qwen3).
+        norm_over_heads: that norm is over the channels of all heads together (OLMo 2).
         rope_theta: base of the rotary frequencies.
         rope_scaling: how those frequencies are changed; None leaves them.
         partial_rotary_factor: part of each head, from its first channel on, that is rotated.
@@ -45,6 +46,7 @@ class GroupedQuery(AttentionPart):
     output_gate: bool = False
     sinks: bool = False
     qk_norm: bool = False
+    norm_over_heads: bool = False
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | Yarn | None = None
     partial_rotary_factor: float = 1.0
@@ -59,6 +61,8 @@ class GroupedQuery(AttentionPart):
             check_counts(self, "sliding_window")
         if self.softmax_scale is not None:
             check_numbers(self, "softmax_scale", positive=True)
+        assert self.qk_norm or not self.norm_over_heads
+        assert not (self.norm_over_heads and self.zero_centered_norms), "a norm that no family has"
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
@@ -77,11 +81,18 @@ class GroupedQuery(AttentionPart):
 
     @property
     def transformer_engine(self) -> bool:
-        return self.sliding_window is None and not self.sinks and not self.output_gate
+        torch_only = self.sinks or self.output_gate or self.norm_over_heads
+        return self.sliding_window is None and not torch_only
 
     @property
     def queries_per_group(self) -> int:
         return self.num_attention_heads // self.num_key_value_heads
+
+    @property
+    def norm_widths(self) -> dict[str, int]:
+        """Give the channels of the norms on queries and keys, whole on every rank."""
+        q, k = (self.num_attention_heads, self.num_key_value_heads) if self.norm_over_heads else (1, 1)
+        return {"q": q * self.head_dim, "k": k * self.head_dim}
 
     @property
     def _qkv_leaves(self) -> tuple[str, ...]:
@@ -96,8 +107,8 @@ class GroupedQuery(AttentionPart):
             if self.qkv_bias:
                 yield table(f"{layer}self_attn.{proj}_proj.bias", "bias", out_axes=len(heads), **heads)
         if self.qk_norm:
-            for proj in ("q", "k"):
-                yield norm(f"{layer}self_attn.{proj}_norm.weight", dim, zero_centered=self.zero_centered_norms)
+            for proj, width in self.norm_widths.items():
+                yield norm(f"{layer}self_attn.{proj}_norm.weight", width, zero_centered=self.zero_centered_norms)
         heads = dict(kv_group=groups, query=self.queries_per_group, head_dim=dim)
         yield table(f"{layer}self_attn.o_proj.weight", "matrix", hidden=hidden, **heads)
         if self.output_bias:
@@ -113,8 +124,9 @@ class GroupedQuery(AttentionPart):
             else:
                 yield from self._cut_groups(at, leaf)
         if self.qk_norm:
-            yield at.whole("self_attn.q_norm.weight", "self_attention.q_layernorm.weight", self.head_dim)
-            yield at.whole("self_attn.k_norm.weight", "self_attention.k_layernorm.weight", self.head_dim)
+            module = "self_attention.core_attention." if self.norm_over_heads else "self_attention."
+            for proj, width in self.norm_widths.items():
+                yield at.whole(f"self_attn.{proj}_norm.weight", f"{module}{proj}_layernorm.weight", width)
         yield from self._output(at, "self_attention.linear_proj.", "self_attention.core_attention.sinks")
 
     def _slots(self) -> dict[str, tuple[int, int]]:
@@ -190,8 +202,8 @@ class GroupedQuery(AttentionPart):
                 )
                 row += rows
         if self.qk_norm:
-            for name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight"):
-                yield at.whole(name, name, self.head_dim)
+            for proj, width in self.norm_widths.items():
+                yield at.whole(f"self_attn.{proj}_norm.weight", f"self_attn.{proj}_norm.weight", width)
         yield from self._output(at, "self_attn.o_proj.", "self_attn.sinks")
 
     def _output(self, at: LayerPlace, projection: str, sinks: str) -> Iterator[Placement]:
@@ -214,6 +226,11 @@ class GroupedQuery(AttentionPart):
         n = per_group // ranks_per_group
         group, part = divmod(rank, ranks_per_group)
         return (group, group + 1), (part * n, (part + 1) * n)
+
+    def first_heads(self, tp: int, rank: int) -> tuple[int, int]:
+        """Number a rank's first query head and its first KV head, among those of all ranks."""
+        groups, queries = self.heads_on_rank(tp, rank)
+        return groups[0] * self.queries_per_group + queries[0], groups[0]
 
     def heads(self, tp: int) -> tuple[int, int]:
         """Count the query heads and the KV heads on each rank; with fewer KV heads than ranks, ranks share them."""

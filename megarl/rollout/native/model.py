@@ -16,7 +16,7 @@ from megarl.models.rms_norm import rms_norm
 from megarl.models.weights import EMBEDDING, FINAL_NORM, INPUT_NORM, OUTPUT, OUTPUT_NORMS, layer_prefix, mlp_norm
 from megarl.rollout.native.fused import add_and_norm
 from megarl.rollout.native.parts import module_of
-from megarl.rollout.native.parts.part import Attention, AttentionWeights, MLPWeights
+from megarl.rollout.native.parts.part import Attention, AttentionWeights, Group, MLPWeights
 
 
 def parameter_shapes(arch: Architecture, tp: int, ep: int = 1) -> dict[str, tuple[int, ...]]:
@@ -42,9 +42,8 @@ def parameter_shapes(arch: Architecture, tp: int, ep: int = 1) -> dict[str, tupl
 def _layer(arch: Architecture, number: int, tp: int, ep: int) -> dict[str, tuple[int, ...]]:
     layer, hidden = arch.layer(number), arch.hidden_size
     return {
-        INPUT_NORM: (hidden,),
+        **(dict.fromkeys((INPUT_NORM, mlp_norm(layer)), (hidden,)) if layer.input_norms else {}),
         **module_of(layer.attention).Weights.shapes(layer.attention, hidden, tp),
-        mlp_norm(layer): (hidden,),
         **module_of(layer.mlp).Weights.shapes(layer.mlp, hidden, tp, ep),
         **(dict.fromkeys(OUTPUT_NORMS, (hidden,)) if layer.output_norms else {}),
     }
@@ -52,29 +51,27 @@ def _layer(arch: Architecture, number: int, tp: int, ep: int) -> dict[str, tuple
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights:
-    """Holds the parameters of a layer on this rank; not every layer has norms on what its parts compute."""
+    """Holds the parameters of a layer on this rank; not every layer has norms before its parts, nor behind them."""
 
-    input_norm: Tensor
+    input_norm: Tensor | None
     attention: AttentionWeights
     attention_output_norm: Tensor | None
-    mlp_norm: Tensor
+    mlp_norm: Tensor | None
     mlp: MLPWeights
     mlp_output_norm: Tensor | None
 
     @staticmethod
-    def of(
-        arch: Architecture, params: Mapping[str, Tensor], number: int, *, tp: int, rank: int, ep: int
-    ) -> LayerWeights:
+    def of(arch: Architecture, params: Mapping[str, Tensor], number: int, group: Group, ep: int) -> LayerWeights:
         """Take a layer's parameters, named and shaped as in `parameter_shapes`."""
         layer, prefix = arch.layer(number), layer_prefix(number)
-        weights = {leaf: params[prefix + leaf] for leaf in _layer(arch, number, tp, ep)}
-        experts = ExpertPlace.in_engine(tp=tp, rank=rank, ep=ep)
+        weights = {leaf: params[prefix + leaf] for leaf in _layer(arch, number, group.size, ep)}
+        experts = ExpertPlace.in_engine(tp=group.size, rank=group.rank, ep=ep)
         attention, mlp = module_of(layer.attention).Weights, module_of(layer.mlp).Weights
         return LayerWeights(
-            input_norm=weights[INPUT_NORM],
-            attention=attention(layer.attention, weights, tp=tp, eps=arch.norm_eps),
+            input_norm=weights.get(INPUT_NORM),
+            attention=attention(layer.attention, weights, group=group, eps=arch.norm_eps),
             attention_output_norm=weights[OUTPUT_NORMS[0]] if layer.output_norms else None,
-            mlp_norm=weights[mlp_norm(layer)],
+            mlp_norm=weights.get(mlp_norm(layer)) if layer.input_norms else None,
             mlp=mlp(layer.mlp, weights, experts=experts),
             mlp_output_norm=weights[OUTPUT_NORMS[1]] if layer.output_norms else None,
         )
@@ -92,13 +89,12 @@ class Decoder:
     def __init__(
         self, arch: Architecture, params: Mapping[str, Tensor], *, tp_group: dist.ProcessGroup | None, ep: int = 1
     ) -> None:
-        self._arch, self._group = arch, tp_group
-        self._tp, rank = (1, 0) if tp_group is None else (tp_group.size(), tp_group.rank())
+        self._arch, self._group = arch, Group(tp_group)
         self._embedding, self._final_norm = params[EMBEDDING], params[FINAL_NORM]
         self._output = params[EMBEDDING if arch.tied else OUTPUT]
-        self._layers = [LayerWeights.of(arch, params, i, tp=self._tp, rank=rank, ep=ep) for i in range(arch.num_layers)]
+        self._layers = [LayerWeights.of(arch, params, i, self._group, ep) for i in range(arch.num_layers)]
         self._scale = torch.tensor(arch.embedding_scale, dtype=self._embedding.dtype).item()
-        self._first_token = rank * len(self._embedding)
+        self._first_token = self._group.rank * len(self._embedding)
 
     @property
     def graphs(self) -> bool:
@@ -113,13 +109,14 @@ class Decoder:
         """
         norms = [layer.input_norm for layer in self._layers[1:]] + [self._final_norm]
         total = self._embed(tokens)
-        x = self._norm(total, self._layers[0].input_norm)
+        first = self._layers[0].input_norm
+        x = total if first is None else self._norm(total, first)
         for i, (layer, next_norm) in enumerate(zip(self._layers, norms, strict=True)):
-            attended = self._sum_over_ranks(layer.attention(x, i, attention))
+            attended = self._group.sum_(layer.attention(x, i, attention))
             if layer.attention_output_norm is not None:
                 attended = self._norm(attended, layer.attention_output_norm)
             total, x = self._add_and_norm(total, attended, layer.mlp_norm)
-            computed = self._sum_over_ranks(layer.mlp(x, routed))
+            computed = self._group.sum_(layer.mlp(x, routed))
             if layer.mlp_output_norm is not None:
                 computed = self._norm(computed, layer.mlp_output_norm)
             total, x = self._add_and_norm(total, computed, next_norm)
@@ -131,10 +128,10 @@ class Decoder:
         One rank computes each column for all, so all ranks draw the same tokens from the logits.
         """
         local = F.linear(hidden, self._output)
-        if self._group is None:
+        if self._group.ranks is None:
             return local
-        shards = [torch.empty_like(local) for _ in range(self._tp)]
-        dist.all_gather(shards, local, group=self._group)
+        shards = [torch.empty_like(local) for _ in range(self._group.size)]
+        dist.all_gather(shards, local, group=self._group.ranks)
         return torch.cat(shards, dim=-1)[:, : self._arch.vocab_size]
 
     def _embed(self, tokens: Tensor) -> Tensor:
@@ -142,21 +139,20 @@ class Decoder:
         return embedded if self._scale == 1 else embedded * self._scale
 
     def _look_up(self, tokens: Tensor) -> Tensor:
-        if self._group is None:
+        if self._group.ranks is None:
             return F.embedding(tokens, self._embedding)
         local = tokens - self._first_token
         elsewhere = (local < 0) | (local >= len(self._embedding))
         x = F.embedding(local.masked_fill_(elsewhere, 0), self._embedding)
         # Not a product with the mask: row 0 of a rank that holds only padding may be anything, and 0 x NaN is NaN.
-        return self._sum_over_ranks(x.masked_fill_(elsewhere[:, None], 0))
+        return self._group.sum_(x.masked_fill_(elsewhere[:, None], 0))
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, self._arch.norm_eps, zero_centered=self._arch.zero_centered_norms)
 
-    def _add_and_norm(self, residual: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def _add_and_norm(self, residual: Tensor, x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Compute residual + x, and what the next part reads: its norm, or itself."""
+        if weight is None:
+            total = residual + x
+            return total, total
         return add_and_norm(residual, x, weight, self._arch.norm_eps, zero_centered=self._arch.zero_centered_norms)
-
-    def _sum_over_ranks(self, x: Tensor) -> Tensor:
-        if self._group is not None:
-            dist.all_reduce(x, group=self._group)
-        return x

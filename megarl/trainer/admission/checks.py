@@ -8,6 +8,7 @@ from megarl.evaluation.folder import is_finished
 from megarl.flow_kinds import check_format, flow_kind, generates, trains
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
+from megarl.models.families.of_user import use_family
 from megarl.parallel.megatron_internals import check_megatron_core
 from megarl.rewards import Reward
 from megarl.rollout.kinds import engine_kind
@@ -110,6 +111,7 @@ def check_layouts(config: Config) -> Architecture:
         ValueError: the first thing that is wrong, in one line.
     """
     _check_configuration(config)
+    use_family(config.actor_rollout_ref.model.family)
     arch = read_architecture(config.actor_rollout_ref.model.folder)
     check_shapes(config, arch)
     return arch

@@ -16,7 +16,7 @@ from megarl.models.delta_rule import Heads, Packing, convolve, convolve_next, de
 from megarl.models.parts.gated_delta import GatedDelta
 from megarl.rollout.native.kv_cache import KVCache
 from megarl.rollout.native.parts import part
-from megarl.rollout.native.parts.part import Attention
+from megarl.rollout.native.parts.part import Attention, Group
 
 _IN, _CONV, _DT_BIAS, _A_LOG, _NORM, _OUT = (
     f"linear_attn.{name}" for name in ("in_proj.weight", "conv1d", "dt_bias", "A_log", "norm", "out_proj.weight")
@@ -26,8 +26,8 @@ _IN, _CONV, _DT_BIAS, _A_LOG, _NORM, _OUT = (
 class Weights(part.AttentionWeights):
     """Holds the projections and the convolution of the heads on this rank, see `shapes`."""
 
-    def __init__(self, kind: GatedDelta, weights: Mapping[str, Tensor], *, tp: int, eps: float) -> None:
-        self._kind, self._heads, self._weights, self._eps = kind, kind.num_key_heads // tp, weights, eps
+    def __init__(self, kind: GatedDelta, weights: Mapping[str, Tensor], *, group: Group, eps: float) -> None:
+        self._kind, self._heads, self._weights, self._eps = kind, kind.num_key_heads // group.size, weights, eps
 
     @staticmethod
     def shapes(kind: GatedDelta, hidden: int, tp: int) -> dict[str, tuple[int, ...]]:

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.models.parts.grouped_query import GroupedQuery
-from megarl.models.rms_norm import rms_norm
+from megarl.models.rms_norm import norm_over_heads, rms_norm
 from megarl.models.rope import apply_rope, rope_table
 from megarl.rollout.native import kernels
 from megarl.rollout.native.kv_cache import KVCache
 from megarl.rollout.native.parts import part
-from megarl.rollout.native.parts.part import Attention
+from megarl.rollout.native.parts.part import Attention, Group
 from megarl.rollout.native.parts.tokens import NewTokens, PrefillTokens
 
 _QKV, _BIAS, _O = "self_attn.qkv_proj.weight", "self_attn.qkv_proj.bias", "self_attn.o_proj.weight"
@@ -28,12 +28,16 @@ _NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 class Weights(part.AttentionWeights):
     """Holds qkv [(heads + 2 kv_heads) * head_dim, hidden], o [hidden, heads * head_dim], of the heads on this rank."""
 
-    def __init__(self, kind: GroupedQuery, weights: Mapping[str, Tensor], *, tp: int, eps: float) -> None:
+    def __init__(self, kind: GroupedQuery, weights: Mapping[str, Tensor], *, group: Group, eps: float) -> None:
         self._qkv, self._o = weights[_QKV], weights[_O]
         self._bias, self._q_norm, self._k_norm = (weights.get(name) for name in (_BIAS, *_NORMS))
-        (self._heads, self._kv_heads), self._dim, self._eps = kind.heads(tp), kind.head_dim, eps
+        (self._heads, self._kv_heads), self._dim, self._eps = kind.heads(group.size), kind.head_dim, eps
         self._zero_centered, self._sinks = kind.zero_centered_norms, weights.get(_SINKS)
-        self._o_bias, self._tp, self._gated = weights.get(_O_BIAS), tp, kind.output_gate
+        self._o_bias, self._tp, self._gated = weights.get(_O_BIAS), group.size, kind.output_gate
+        self._group, self._over_heads = group, kind.norm_over_heads
+        if kind.norm_over_heads:  # all ranks have the weights of all heads
+            firsts = zip(("q", "k"), kind.first_heads(group.size, group.rank), kind.heads(group.size), strict=True)
+            self._channels = {at: slice(first * self._dim, (first + n) * self._dim) for at, first, n in firsts}
 
     @staticmethod
     def shapes(kind: GroupedQuery, hidden: int, tp: int) -> dict[str, tuple[int, ...]]:
@@ -42,7 +46,11 @@ class Weights(part.AttentionWeights):
         return {
             _QKV: (rows, hidden),
             **({_BIAS: (rows,)} if kind.qkv_bias else {}),
-            **(dict.fromkeys(_NORMS, (dim,)) if kind.qk_norm else {}),
+            **(
+                {name: (width,) for name, width in zip(_NORMS, kind.norm_widths.values(), strict=True)}
+                if kind.qk_norm
+                else {}
+            ),
             _O: (hidden, heads * dim),
             **({_O_BIAS: (hidden,)} if kind.output_bias else {}),
             **({_SINKS: (heads,)} if kind.sinks else {}),
@@ -53,12 +61,14 @@ class Weights(part.AttentionWeights):
         gates = self._heads if self._gated else 0
         q, gate, k, v = qkv.split((self._heads, gates, self._kv_heads, self._kv_heads), dim=1)
         if self._q_norm is not None and self._k_norm is not None:
-            q, k = self._norm(q, self._q_norm), self._norm(k, self._k_norm)
+            q, k = self._norm(q, self._q_norm, "q"), self._norm(k, self._k_norm, "k")
         bias = None if self._o_bias is None else self._o_bias / self._tp  # all ranks' are added up
         out = attention(layer, q, k, v, self._sinks)
         return F.linear(out * gate.flatten(1).sigmoid() if self._gated else out, self._o, bias)
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _norm(self, x: Tensor, weight: Tensor, of: str) -> Tensor:
+        if self._over_heads:
+            return norm_over_heads(x, weight[self._channels[of]], self._eps, self._group.mean_)
         return rms_norm(x, weight, self._eps, zero_centered=self._zero_centered)
 
 

@@ -18,7 +18,7 @@ from megarl.models.parts.latent import Latent
 from megarl.models.rope import apply_rope, pairs_apart, rope_table
 from megarl.rollout.native.kv_cache import KVCache
 from megarl.rollout.native.parts import part
-from megarl.rollout.native.parts.part import Attention
+from megarl.rollout.native.parts.part import Attention, Group
 from megarl.rollout.native.parts.tokens import NewTokens, PrefillTokens
 
 _Q, _Q_A, _Q_NORM, _Q_B, _KV_A, _KV_NORM, _KV_B, _O = (
@@ -39,8 +39,8 @@ _Q, _Q_A, _Q_NORM, _Q_B, _KV_A, _KV_NORM, _KV_B, _O = (
 class Weights(part.AttentionWeights):
     """Holds projections to narrow vectors, whole, and those to and from the heads of this rank, see `shapes`."""
 
-    def __init__(self, kind: Latent, weights: Mapping[str, Tensor], *, tp: int, eps: float) -> None:
-        self._kind, self._heads, self._weights = kind, kind.num_attention_heads // tp, weights
+    def __init__(self, kind: Latent, weights: Mapping[str, Tensor], *, group: Group, eps: float) -> None:
+        self._kind, self._heads, self._weights = kind, kind.num_attention_heads // group.size, weights
 
     @staticmethod
     def shapes(kind: Latent, hidden: int, tp: int) -> dict[str, tuple[int, ...]]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megarl.models.placements import ExpertPlace
@@ -17,6 +19,35 @@ Attention = Callable[..., Tensor]
 It knows the positions of the pass's flat batch of tokens, and stores the layer's keys and values, say, in the KV cache.
 The attention's weights compute its inputs of the tokens: queries, keys and values, say, not yet rotated.
 """
+
+
+@dataclass(frozen=True)
+class Group:
+    """Is the tensor-parallel ranks of a replica, as one of them sees them.
+
+    Attributes:
+        ranks: None: a single rank.
+    """
+
+    ranks: dist.ProcessGroup | None
+
+    @property
+    def size(self) -> int:
+        return 1 if self.ranks is None else self.ranks.size()
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.ranks is None else self.ranks.rank()
+
+    def sum_(self, x: Tensor) -> Tensor:
+        """Add up the ranks' tensors, in place."""
+        if self.ranks is not None:
+            dist.all_reduce(x, group=self.ranks)
+        return x
+
+    def mean_(self, x: Tensor) -> Tensor:
+        """Take the mean of the ranks' tensors; x is overwritten."""
+        return self.sum_(x) / self.size
 
 
 class MLPWeights(Protocol):
@@ -55,10 +86,11 @@ class AttentionWeights(Protocol):
 
     Args:
         kind, weights: likewise.
+        group: the ranks that share the part.
         eps: of the norms in the part.
     """
 
-    def __init__(self, kind: Any, weights: Mapping[str, Tensor], *, tp: int, eps: float) -> None: ...
+    def __init__(self, kind: Any, weights: Mapping[str, Tensor], *, group: Group, eps: float) -> None: ...
 
     @staticmethod
     def shapes(kind: Any, hidden: int, tp: int) -> dict[str, tuple[int, ...]]:
