@@ -41,8 +41,8 @@ class Sequences:
 
 def sequences_for(arch: Architecture) -> Sequences:
     """Draw a few short sequences, and one that is longer than the model's sliding windows."""
-    windows = {layer.attention.sliding_window for layer in arch.kinds} - {None}
-    longer = [window + 9 for window in windows if window and window <= _LONGEST_WINDOW]
+    windows = {getattr(layer.attention, "sliding_window", None) or 0 for layer in arch.kinds}
+    longer = [window + 9 for window in windows if 0 < window <= _LONGEST_WINDOW]
     most = max(2, arch.max_position_embeddings - ANSWER)
     generator = torch.Generator().manual_seed(0)
     lengths = (min(n, most) for n in (*_LENGTHS, *sorted(longer)))

@@ -10,7 +10,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.families import llama
 from megarl.models.parts.experts import Experts, MixtureOfExperts
 from megarl.models.parts.gated_delta import GatedDelta
-from megarl.models.parts.part import Part
+from megarl.models.parts.part import MLPPart
 
 LINEAR, FULL = "linear_attention", "full_attention"
 _DEFAULTS: dict[str, Any] = {
@@ -57,7 +57,7 @@ def with_experts(config: dict[str, Any], family: str, *, joined: bool) -> Archit
     return model(config, family, experts, joined=joined)
 
 
-def model(config: dict[str, Any], family: str, mlp: Part, *, joined: bool) -> Architecture:
+def model(config: dict[str, Any], family: str, mlp: MLPPart, *, joined: bool) -> Architecture:
     """Stack layers of both kinds of attention.
 
     Args:
