@@ -124,7 +124,7 @@ _SHARED = Experts(
     shared_ffn_hidden_size=32,
     shared_gate=True,
     shared_name="shared_expert",
-    moe=MixtureOfExperts(num_experts=6, experts_per_token=2, norm_topk_prob=True),
+    moe=MixtureOfExperts(num_experts=8, experts_per_token=2, norm_topk_prob=True),
 )
 LINEAR = replace(
     ARCH,
