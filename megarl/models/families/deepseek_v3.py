@@ -7,6 +7,7 @@ from typing import Any
 
 from megarl.models.architecture import Architecture, Layer
 from megarl.models.families import llama
+from megarl.models.families.fields import check_only
 from megarl.models.parts.experts import Experts, MixtureOfExperts
 from megarl.models.parts.latent import Latent
 from megarl.models.parts.rotary import Yarn
@@ -38,9 +39,7 @@ def architecture(config: dict[str, Any]) -> Architecture:
     config = _DEFAULTS | config
     heads = config["num_attention_heads"]
     rope = llama.rope(config, "deepseek_v3", {"default": lambda rope: None, "yarn": _yarn})
-    for key, supported in (_ONLY | {"num_key_value_heads": heads}).items():
-        if (value := (config | rope).get(key, supported)) not in (supported, None):
-            raise ValueError(f"deepseek_v3: {key} = {value!r:.40} is not supported (only {supported!r})")
+    check_only(config | rope, "deepseek_v3", _ONLY | {"num_key_value_heads": heads})
     if config.get("quantization_config"):
         raise ValueError("deepseek_v3: quantized weights are not supported: convert them to bfloat16 first")
     attention = Latent(

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import groupby
 from typing import Any
 
 from megarl.models.architecture import Architecture, Layer
 from megarl.models.families import llama
+from megarl.models.families.fields import FULL, SLIDING, alternating, check_only, window_of
 from megarl.models.parts.grouped_query import GroupedQuery
 from megarl.models.parts.swiglu import SwiGLU
 
-SLIDING, FULL = "sliding_attention", "full_attention"
 _DEFAULTS: dict[str, Any] = {
     "head_dim": 256,
     "hidden_activation": "gelu_pytorch_tanh",
@@ -23,7 +22,7 @@ _DEFAULTS: dict[str, Any] = {
     "sliding_window_pattern": 6,
     "tie_word_embeddings": True,
 }
-_SUPPORTED: dict[str, Any] = {
+_ONLY: dict[str, Any] = {
     "hidden_activation": "gelu_pytorch_tanh",
     "attention_bias": False,
     "attn_logit_softcapping": None,
@@ -35,42 +34,21 @@ _SUPPORTED: dict[str, Any] = {
 def architecture(config: dict[str, Any]) -> Architecture:
     """From a Hugging Face `Gemma3TextConfig`; raises KeyError for a missing field, ValueError for one unsupported."""
     config = _DEFAULTS | config
-    for key, supported in _SUPPORTED.items():
-        if (config.get(key) or supported) != supported:
-            raise ValueError(f"gemma3_text: {key} = {config[key]!r} is not supported (only {supported!r})")
+    check_only(config, "gemma3_text", _ONLY)
     if not isinstance(scalar := config["query_pre_attn_scalar"], int | float) or not 0 < scalar < float("inf"):
         raise ValueError(f"query_pre_attn_scalar must be a finite number above 0, not {scalar!r:.40}")
     kinds = {kind: _layer(config, kind) for kind in (SLIDING, FULL)}
     model = llama.model(config, "gemma3_text", kinds[FULL])
     return replace(
         model,
-        layers=alternating(kinds, layer_types(config, model.num_layers)),
+        layers=alternating(config, kinds, model.num_layers, every="sliding_window_pattern"),
         zero_centered_norms=True,
         embedding_scale=config["hidden_size"] ** 0.5,
     )
 
 
-def layer_types(config: dict[str, Any], count: int) -> list[str]:
-    """List the kind of each layer, of `count`: those of `layer_types`, or full attention in every n-th."""
-    types, every = config.get("layer_types"), config["sliding_window_pattern"]
-    if types is None:
-        if type(every) is not int or every < 1:
-            raise ValueError(f"sliding_window_pattern must be a whole number from 1 on, not {every!r:.40}")
-        return [SLIDING if (i + 1) % every else FULL for i in range(count)]
-    if len(types) != count or not set(types) <= {SLIDING, FULL}:
-        raise ValueError(f"layer_types must be {SLIDING!r} or {FULL!r} for each of the {count} layers")
-    return list(types)
-
-
-def alternating(kinds: dict[str, Layer], types: list[str]) -> tuple[tuple[Layer, int], ...]:
-    """Count the consecutive layers of a kind."""
-    return tuple((kinds[kind], len(list(run))) for kind, run in groupby(types))
-
-
 def _layer(config: dict[str, Any], kind: str) -> Layer:
-    heads, window = config["num_attention_heads"], config["sliding_window"]
-    if window is None:
-        raise ValueError("gemma3_text: sliding_window must be a number of tokens, not null")
+    heads, window = config["num_attention_heads"], window_of(config, "gemma3_text")
     attention = GroupedQuery(
         num_attention_heads=heads,
         num_key_value_heads=config.get("num_key_value_heads") or heads,

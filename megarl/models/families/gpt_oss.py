@@ -7,7 +7,7 @@ from typing import Any
 
 from megarl.models.architecture import Architecture, Layer
 from megarl.models.families import llama
-from megarl.models.families.gemma3_text import FULL, SLIDING, alternating, layer_types
+from megarl.models.families.fields import FULL, SLIDING, alternating, check_only, window_of
 from megarl.models.parts.experts import MixtureOfExperts
 from megarl.models.parts.grouped_query import GroupedQuery
 from megarl.models.parts.rotary import Yarn
@@ -22,7 +22,7 @@ _DEFAULTS: dict[str, Any] = {
     "sliding_window": 128,
     "swiglu_limit": 7.0,
 }
-_SUPPORTED: dict[str, Any] = {"hidden_act": "silu", "attention_bias": True, "swiglu_alpha": 1.702}
+_ONLY: dict[str, Any] = {"hidden_act": "silu", "attention_bias": True, "swiglu_alpha": 1.702}
 
 
 def architecture(config: dict[str, Any]) -> Architecture:
@@ -33,19 +33,15 @@ def architecture(config: dict[str, Any]) -> Architecture:
             f"gpt_oss: weights quantized by {method!r:.40} are not read; save them in bfloat16, with transformers' "
             "Mxfp4Config(dequantize=True)"
         )
-    for key, supported in _SUPPORTED.items():
-        if config.get(key, supported) != supported:
-            raise ValueError(f"gpt_oss: {key} = {config[key]!r} is not supported (only {supported!r})")
+    check_only(config, "gpt_oss", _ONLY)
     config = _DEFAULTS | {"sliding_window_pattern": 2} | config
     kinds = {kind: _layer(config, kind) for kind in (SLIDING, FULL)}
     model = llama.model(config, "gpt_oss", kinds[FULL])
-    return replace(model, layers=alternating(kinds, layer_types(config, model.num_layers)))
+    return replace(model, layers=alternating(config, kinds, model.num_layers, every="sliding_window_pattern"))
 
 
 def _layer(config: dict[str, Any], kind: str) -> Layer:
-    heads, window = config["num_attention_heads"], config["sliding_window"]
-    if window is None:
-        raise ValueError("gpt_oss: sliding_window must be a number of tokens, not null")
+    heads, window = config["num_attention_heads"], window_of(config, "gpt_oss")
     attention = GroupedQuery(
         num_attention_heads=heads,
         num_key_value_heads=config.get("num_key_value_heads") or heads,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megarl.models.architecture import Architecture, Layer
+from megarl.models.families.fields import check_only
 from megarl.models.parts.grouped_query import GroupedQuery
 from megarl.models.parts.rotary import RopeScaling
 from megarl.models.parts.swiglu import SwiGLU
@@ -47,9 +48,7 @@ def layer(config: dict[str, Any], family: str, *, partial_rotary: bool = False) 
     Args:
         partial_rotary: whether the family rotates a part of each head only.
     """
-    for key, supported in (("hidden_act", "silu"), ("mlp_bias", False), ("attention_bias", False)):
-        if config.get(key, supported) != supported:
-            raise ValueError(f"{family}: {key} = {config[key]!r} is not supported (only {supported!r})")
+    check_only(config, family, {"hidden_act": "silu", "mlp_bias": False, "attention_bias": False})
     for kind in config.get("layer_types") or ():
         if kind != "full_attention":
             raise ValueError(f"{family}: layer_types with {kind!r} is not supported (only 'full_attention')")

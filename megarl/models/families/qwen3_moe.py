@@ -7,14 +7,13 @@ from typing import Any
 
 from megarl.models.architecture import Architecture
 from megarl.models.families import llama, qwen2
+from megarl.models.families.fields import check_only
 from megarl.models.parts.experts import Experts, MixtureOfExperts
 
 
 def architecture(config: dict[str, Any]) -> Architecture:
     """From a Hugging Face `Qwen3MoeConfig`; raises KeyError for a missing field, ValueError for an unsupported one."""
-    for key, supported in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
-        if (config.get(key) or supported) != supported:
-            raise ValueError(f"qwen3_moe: {key} = {config[key]!r} is not supported (only {supported!r})")
+    check_only(config, "qwen3_moe", {"decoder_sparse_step": 1, "mlp_only_layers": []})
     moe = MixtureOfExperts(
         num_experts=config.get("num_local_experts") or config["num_experts"],  # transformers 5, 4
         experts_per_token=config["num_experts_per_tok"],

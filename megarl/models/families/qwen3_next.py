@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import groupby
 from typing import Any
 
 from megarl.models.architecture import Architecture
 from megarl.models.families import llama
+from megarl.models.families.fields import FULL, LINEAR, alternating, check_only
 from megarl.models.parts.experts import Experts, MixtureOfExperts
 from megarl.models.parts.gated_delta import GatedDelta
 from megarl.models.parts.part import MLPPart
 
-LINEAR, FULL = "linear_attention", "full_attention"
 _DEFAULTS: dict[str, Any] = {
     "decoder_sparse_step": 1,
     "full_attention_interval": 4,
@@ -39,9 +38,7 @@ def with_experts(config: dict[str, Any], family: str, *, joined: bool) -> Archit
         joined: as of `GatedDelta`.
     """
     config = _DEFAULTS | config
-    for key, supported in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
-        if (config.get(key) or supported) != supported:
-            raise ValueError(f"{family}: {key} = {config[key]!r} is not supported (only {supported!r})")
+    check_only(config, family, {"decoder_sparse_step": 1, "mlp_only_layers": []})
     moe = MixtureOfExperts(
         num_experts=config.get("num_local_experts") or config["num_experts"],
         experts_per_token=config["num_experts_per_tok"],
@@ -79,21 +76,8 @@ def model(config: dict[str, Any], family: str, mlp: MLPPart, *, joined: bool) ->
             joined=joined,
         ),
     )
-    kinds, base = {LINEAR: linear, FULL: full}, llama.model(config, family, full)
-    types = _layer_types(config, base.num_layers)
-    layers = tuple((kinds[kind], len(list(run))) for kind, run in groupby(types))
-    return replace(base, layers=layers, zero_centered_norms=True)
-
-
-def _layer_types(config: dict[str, Any], count: int) -> list[str]:
-    """List the kind of each layer, of `count`: those of `layer_types`, or full attention in every n-th."""
-    types, every = config.get("layer_types"), config["full_attention_interval"]
-    if types is None:
-        if type(every) is not int or every < 1:
-            raise ValueError(f"full_attention_interval must be a whole number from 1 on, not {every!r:.40}")
-        types = [FULL if (i + 1) % every == 0 else LINEAR for i in range(count)]
-    if len(types) != count or not set(types) <= {LINEAR, FULL}:
-        raise ValueError(f"layer_types must be {LINEAR!r} or {FULL!r} for each of the {count} layers")
-    if FULL not in types:
+    base = llama.model(config, family, full)
+    layers = alternating(config, {LINEAR: linear, FULL: full}, base.num_layers, every="full_attention_interval")
+    if full not in (kind for kind, _ in layers):
         raise ValueError(f"layer_types without {FULL!r} is not supported")
-    return list(types)
+    return replace(base, layers=layers, zero_centered_norms=True)
