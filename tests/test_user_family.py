@@ -14,7 +14,7 @@ from tiny_run import ROOT, train_in, write_run
 from megarl.checkpoint.import_huggingface import HuggingFaceWeights
 from megarl.cli.main import main
 from megarl.models.families import read_architecture
-from megarl.models.families.of_user import VARIABLE
+from megarl.models.families.of_user import VARIABLE, use_family
 
 FILE = str(ROOT / "tests" / "user_family.py")
 KEY = "actor_rollout_ref.model.family"
@@ -56,6 +56,20 @@ def test_planned_and_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> N
             assert main(["plan", str(run), f"{KEY}={value}"]) == 2
         err = capsys.readouterr().err
         assert reason in err and err.count("\n") == 1
+
+
+def test_the_key_is_that_of_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next run in the process is read as if there had been none before; one that is refused changes nothing."""
+    for of_caller in ("", f"{ROOT / 'tests' / 'user_family.py'}:of_caller"):
+        monkeypatch.setenv(VARIABLE, of_caller)
+        for _ in range(2):
+            use_family(f"{FILE}:architecture")
+            assert os.environ[VARIABLE] == f"{FILE}:architecture"
+        with pytest.raises(ValueError, match="no file at"):
+            use_family("nowhere.py:architecture")
+        assert os.environ[VARIABLE] == f"{FILE}:architecture"
+        use_family("")
+        assert os.environ[VARIABLE] == of_caller
 
 
 @pytest.mark.slow

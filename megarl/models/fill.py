@@ -35,7 +35,7 @@ def local_view(parameter: Tensor, placement: Placement) -> Tensor:
     """View the part of a physical parameter that a placement names, with the shape of its box."""
     lo, hi = placement.rows
     view = parameter[lo:hi].view(placement.view)
-    return view[tuple(slice(*i) for i in placement.index)]
+    return view[tuple(slice(*i) for i in placement.within)]
 
 
 @torch.no_grad()

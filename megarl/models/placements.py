@@ -15,6 +15,7 @@ import math
 import sys
 from collections.abc import Container
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megarl.models.tensors import Box
 from megarl.parallel.layout import dealt_out
@@ -23,11 +24,10 @@ EVERY = range(sys.maxsize)
 """All layers, or all experts."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     """Says where a rank holds a box of a logical tensor.
 
-    `parameter[rows[0]:rows[1]].view(view)`, narrowed to `index` on each axis, has the shape of `box`.
+    `parameter[rows[0]:rows[1]].view(view)`, narrowed to `within` on each axis, has the shape of `box`.
 
     Attributes:
         tensor: name of the logical tensor.
@@ -35,7 +35,7 @@ class Placement:
         param: name of the physical parameter on the rank.
         rows: half-open range along the parameter's first axis.
         view: shape those rows are viewed as; one entry per logical axis.
-        index: half-open range per axis of the view.
+        within: half-open range per axis of the view.
     """
 
     tensor: str
@@ -43,7 +43,7 @@ class Placement:
     param: str
     rows: tuple[int, int]
     view: tuple[int, ...]
-    index: Box
+    within: Box
 
     @property
     def columns(self) -> int:
@@ -53,13 +53,13 @@ class Placement:
 
 
 def geometry(placement: Placement, part: Box) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Compute size, stride and offset within the parameter of `parameter[rows].view(view)[index][part]`, elements.
+    """Compute size, stride and offset within the parameter of `parameter[rows].view(view)[within][part]`, elements.
 
     Args:
         part: half-open range per axis, within the placement's box.
     """
     stride = tuple(math.prod(placement.view[axis + 1 :]) for axis in range(len(placement.view)))
-    starts = (base + lo for (base, _), (lo, _) in zip(placement.index, part, strict=True))
+    starts = (base + lo for (base, _), (lo, _) in zip(placement.within, part, strict=True))
     return (
         tuple(hi - lo for lo, hi in part),
         stride,
@@ -70,7 +70,7 @@ def geometry(placement: Placement, part: Box) -> tuple[tuple[int, ...], tuple[in
 def place_whole(tensor: str, param: str, shape: tuple[int, ...]) -> Placement:
     """Place a tensor that every rank holds entirely."""
     box = tuple((0, n) for n in shape)
-    return Placement(tensor=tensor, box=box, param=param, rows=(0, shape[0]), view=shape, index=box)
+    return Placement(tensor=tensor, box=box, param=param, rows=(0, shape[0]), view=shape, within=box)
 
 
 def place_filled(tensor: str, param: str, box: Box, first_row: int = 0, rows: int | None = None) -> Placement:
@@ -82,8 +82,8 @@ def place_filled(tensor: str, param: str, box: Box, first_row: int = 0, rows: in
     """
     view = tuple(hi - lo for lo, hi in box)
     last = first_row + (view[0] if rows is None else rows)
-    index = tuple((0, n) for n in view)
-    return Placement(tensor=tensor, box=box, param=param, rows=(first_row, last), view=view, index=index)
+    within = tuple((0, n) for n in view)
+    return Placement(tensor=tensor, box=box, param=param, rows=(first_row, last), view=view, within=within)
 
 
 @dataclass(frozen=True, kw_only=True)

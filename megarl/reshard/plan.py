@@ -30,7 +30,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from megarl.models.placements import Placement
 from megarl.models.tensors import Box, even_share, intersect, relative, volume
@@ -47,8 +47,7 @@ Holders = dict[str, dict[Box, dict[int, Placement]]]
 """Logical tensor -> distinct source box -> rank that holds it -> where."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Is a box of a logical tensor that one rank reads and one rank writes.
 
     Attributes:
@@ -108,7 +107,7 @@ class Plan:
         """Give each piece its transform. What ranks pass on to each other is transformed already."""
 
         def with_transforms(pieces: Pieces) -> Pieces:
-            return tuple(replace(piece, transform=transform_of(piece)) for piece in pieces)
+            return tuple(piece._replace(transform=transform_of(piece)) for piece in pieces)
 
         sends, receives = (
             {peer: with_transforms(pieces) for peer, pieces in side.items()} for side in (self.sends, self.receives)
@@ -171,13 +170,16 @@ def plan_once(source: Side, target: Side, rank: int, ranks_per_node: int) -> lis
     """
     block, times = _Block(source, target, rank, ranks_per_node), repetitions(source.arch, source.runs, target.runs)
     one_of_each = {place: taker for taker, place in block.place.items()}
-    needs = {
-        place: by_tensor(target.placements(taker, layers=times.layers, experts=times.experts))
-        for place, taker in one_of_each.items()
-    }
     placements = {r: source.placements(r, layers=times.layers, experts=times.experts) for r in block.holders}
+    tensors = _holders(placements)
+    numbers = (expert_of(tensor) for tensor, boxes in tensors.items() if _is_contested(boxes, rank))
+    contested = {expert for expert in numbers if expert is not None}
+    needs = {}
+    for place, taker in one_of_each.items():
+        experts: Container[int] = times.experts if place == block.place.get(rank) else contested
+        needs[place] = by_tensor(target.placements(taker, layers=times.layers, experts=experts))
     steps: list[Step] = []
-    for tensor, boxes in _holders(placements).items():
+    for tensor, boxes in tensors.items():
         pieces: list[Piece] = []
         relayed: list[Piece] = []
         for turn, (box, holders) in enumerate(boxes.items()):
@@ -245,7 +247,9 @@ class _Block:
         if key not in self._exchanges:
             takers = [r for r in self.asking(rank, holders) if self.place[r] in places]
             sources = choose_sources(takers, frozenset(holders), turn, self._ranks_per_node)
-            exchanges = ((taker, giver, self.sharing(taker, giver)) for taker, giver in sources.items())
+            mates = self._mates.get(rank, ())  # nobody else shares with it
+            mine = ((taker, giver) for taker, giver in sources.items() if giver == rank or taker in mates)
+            exchanges = ((taker, giver, self.sharing(taker, giver)) for taker, giver in mine)
             self._exchanges[key] = [x for x in exchanges if rank == x[1] or rank in x[2]]
         return self._exchanges[key]
 
@@ -349,6 +353,11 @@ def choose_sources(
         chosen[taker] = candidates[(turn + served[turns]) % len(candidates)]
         served[turns] += 1
     return chosen
+
+
+def _is_contested(boxes: Mapping[Box, Collection[int]], rank: int) -> bool:
+    """Say whether a rank must know what ranks of all places need of a tensor; of another it knows its own place's."""
+    return any(len(holders) > 1 or rank in holders for holders in boxes.values())
 
 
 def _holders(placements_of: Mapping[int, Iterable[Placement]]) -> Holders:

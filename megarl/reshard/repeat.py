@@ -99,7 +99,7 @@ class RepeatedPlacement:
             param=self._param.at(layer, expert),
             rows=(first.rows[0] + expert, first.rows[1] + expert) if self._stacked else first.rows,
             view=first.view,
-            index=first.index,
+            within=first.within,
         )
 
 

@@ -14,21 +14,28 @@ from megarl.registry import Registry
 
 VARIABLE = "MEGARL_FAMILY"
 _FAMILIES: Registry[Any] = Registry("actor_rollout_ref.model.family", "function")
+_replaced: dict[str, str] = {}
+"""What `use_family` has put into the environment, and what was there before."""
 
 
 def use_family(file: str) -> None:
     """Let this process, and those that it starts, read unknown models with path/to/file.py:function.
 
     Args:
-        file: empty: whatever the environment names.
+        file: empty: whatever the environment named before this function changed it.
 
     Raises:
-        ValueError: there is no such file or function, or importing it fails.
+        ValueError: there is no such file or function, or importing it fails; nothing has changed.
     """
-    if file:
-        path, _, name = file.rpartition(":")
-        os.environ[VARIABLE] = f"{os.path.abspath(path)}:{name}" if path else file
-        _FAMILIES.check(os.environ[VARIABLE])
+    path, _, name = file.rpartition(":")
+    named = f"{os.path.abspath(path)}:{name}" if path else file
+    if named:
+        _FAMILIES.check(named)
+    current = os.environ.get(VARIABLE, "")
+    of_caller = _replaced.pop(current, current)
+    if named:
+        _replaced[named] = of_caller
+    os.environ[VARIABLE] = named or of_caller
 
 
 def is_named() -> bool:

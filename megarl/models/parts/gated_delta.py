@@ -129,7 +129,7 @@ class GatedDelta(AttentionPart):
                 param=f"{params}in_proj.weight",
                 rows=(0, n * self.width),
                 view=(n, self.width, at.hidden),
-                index=((0, n), (first, first + rows), whole),
+                within=((0, n), (first, first + rows), whole),
             )
             first += rows
         yield at.whole("linear_attn.norm.weight", f"{module}norm", self.value_head_dim)

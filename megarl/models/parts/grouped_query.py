@@ -153,7 +153,7 @@ class GroupedQuery(AttentionPart):
                 param=f"{at.params}self_attention.linear_qkv.{leaf}",
                 rows=(0, n * per_group * dim),
                 view=(n, per_group, *(1 for _ in half), dim, *tail),
-                index=((0, n), (lo, hi), *((0, 1) for _ in half), (0, dim), *tail_box),
+                within=((0, n), (lo, hi), *((0, 1) for _ in half), (0, dim), *tail_box),
             )
 
     def _cut_groups(self, at: LayerPlace, leaf: str) -> Iterator[Placement]:

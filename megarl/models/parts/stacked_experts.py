@@ -100,7 +100,7 @@ class StackedExperts(Experts):
                 param=at.params + param,
                 rows=(0, count if stacked else rows),
                 view=view,
-                index=tuple((0, size) for size in view),
+                within=tuple((0, size) for size in view),
             )
 
     def check_training(self, layout: TrainLayout, *, sequence_parallel: bool) -> None:

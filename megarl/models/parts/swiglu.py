@@ -102,7 +102,7 @@ def place_gated(
             param=gate_up,
             rows=stacked or (0, 2 * n),
             view=(2 * n, hidden),
-            index=((i * n, (i + 1) * n), whole),
+            within=((i * n, (i + 1) * n), whole),
         )
     yield Placement(
         tensor=f"{at.tensors}{module}{matrices[2]}.weight",
@@ -110,5 +110,5 @@ def place_gated(
         param=down,
         rows=stacked or whole,
         view=(hidden, n),
-        index=(whole, (0, n)),
+        within=(whole, (0, n)),
     )
