@@ -242,6 +242,7 @@ COLLECTIVES = re.compile(r"dist\.(all_\w+|broadcast\w*|barrier|gather\w*|reduce\
 ELSEWHERE = {
     "models/logprobs.py": "over the vocabulary's shards",
     "rollout/native/model.py": "over the ranks of a replica",
+    "rollout/native/parts/part.py": "over the ranks of a replica",
     "rollout/native/cache_size.py": "over the ranks of a replica",
     "environments/broadcast.py": "from the first rank of a replica",
     "reshard/transport/direct_reads.py": "over the ranks that hold one model",
