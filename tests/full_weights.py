@@ -43,4 +43,4 @@ def fill_engine(
     for at in engine_placements(arch, tp, r, ep=ep):
         box = logical(tensors[at.tensor], full[at.tensor])[tuple(slice(*x) for x in at.box)]
         held = params[at.param][slice(*at.rows)].view(at.view)
-        held[tuple(slice(*x) for x in at.index)] = box.to(held)
+        held[tuple(slice(*x) for x in at.within)] = box.to(held)

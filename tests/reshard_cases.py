@@ -74,7 +74,7 @@ def parameters(
         for name, shape in shapes(placements, guard_rows=1).items()
     }
     for p in placements if values else ():
-        out[p.param][slice(*p.rows)].view(p.view)[slices(p.index)] = values[p.tensor][slices(p.box)]
+        out[p.param][slice(*p.rows)].view(p.view)[slices(p.within)] = values[p.tensor][slices(p.box)]
     return out
 
 

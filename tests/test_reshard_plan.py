@@ -141,7 +141,7 @@ def test_every_destination_element_is_written_exactly_once(case: Case) -> None:
         for piece in arriving(plan):
             at = piece.destination
             assert piece.destination_rank == rank
-            held = written[at.param][slice(*at.rows)].reshape(at.view)[slices(at.index)]
+            held = written[at.param][slice(*at.rows)].reshape(at.view)[slices(at.within)]
             held[slices(piece.destination_part)] += 1
         for name, count in written.items():
             assert (count == 1).all(), name
