@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from megarl.checkpoint.safetensors_file import ITEMSIZE, Entry, SafetensorsWriter, read_header
+from megarl.checkpoint.safetensors_file import ITEMSIZE, Entry, copy_tensors, read_header
 from megarl.models.architecture import Architecture
 from megarl.models.families import classifier_of, read_architecture
 from megarl.models.weights import EMBEDDING, OUTPUT, SCORE, layer_prefix, logical_tensors
@@ -90,8 +90,13 @@ def further_entries(folder: str, arch: Architecture) -> dict[str, Entry]:
 
 
 def _of_further_layers(entries: Mapping[str, Entry], folder: str, arch: Architecture) -> dict[str, Entry]:
-    layers = [layer_prefix(arch.num_layers + i) for i in range(_further_layers(read_config(folder)))]
-    return {name: entry for name, entry in entries.items() if name.startswith((_FURTHER_MODULE, *layers))}
+    prefixes = _further_prefixes(folder, arch)
+    return {name: entry for name, entry in entries.items() if name.startswith(prefixes)}
+
+
+def _further_prefixes(folder: str, arch: Architecture) -> tuple[str, ...]:
+    layers = (layer_prefix(arch.num_layers + i) for i in range(_further_layers(read_config(folder))))
+    return _FURTHER_MODULE, *layers
 
 
 def further_layers_remark(folder: str, *, exports: bool = True) -> list[str]:
@@ -100,12 +105,13 @@ def further_layers_remark(folder: str, *, exports: bool = True) -> list[str]:
     Args:
         exports: whether what is written is an export, or a run that writes some; otherwise it holds no such layers.
     """
-    count, entries = _further_layers(read_config(folder)), further_entries(folder, read_architecture(folder))
-    if not count and not entries:
+    count, prefixes = _further_layers(read_config(folder)), _further_prefixes(folder, read_architecture(folder))
+    has_weights = any(name.startswith(prefixes) for name in _weight_names(folder))
+    if not count and not has_weights:
         return []
     layers = f"{count} layers" if count > 1 else "a layer"
     fate = "not trained, and left out of exports"
-    if entries:
+    if has_weights:
         fate = "not trained, exported unchanged" if exports else "left out; an export with --model=FOLDER has it again"
     return [f"remark: '{folder}' has {layers} for multi-token prediction: {fate}"]
 
@@ -114,20 +120,16 @@ def _further_layers(config: Mapping[str, Any]) -> int:
     return max(0, *(config.get(key) or 0 for key in _FURTHER_LAYERS))
 
 
+def without_further_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Change `config.json` to that of a model without layers for multi-token prediction."""
+    return {**config, **{key: 0 for key in _FURTHER_LAYERS if config.get(key)}}
+
+
 def copy_further_layers(source: str, target: str) -> bool:
     """Write a folder's layers for multi-token prediction, bit for bit, into another; returns whether there are any."""
     entries = further_entries(source, read_architecture(source))
     if entries:
-        tensors = [(name, entry.dtype, entry.shape) for name, entry in entries.items()]
-        writer = SafetensorsWriter(os.path.join(target, FURTHER), tensors)
-        for entry in entries.values():
-            with (
-                open(entry.file, "rb") as f,
-                mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data,
-                memoryview(data) as whole,
-                whole[entry.start : entry.stop] as elements,
-            ):
-                writer.write(elements)
+        copy_tensors(os.path.join(target, FURTHER), entries)
     return bool(entries)
 
 
@@ -164,20 +166,37 @@ def weight_entries(folder: str) -> dict[str, Entry]:
     return {_without_images(name): entry for header in headers for name, entry in header.items()}
 
 
+def _weight_names(folder: str) -> Iterable[str]:
+    """List the tensors of a folder without a look at each of its files; none where it has no weights.
+
+    Raises:
+        ValueError: the index, or the only file, is none.
+    """
+    single = os.path.join(folder, SINGLE)
+    if os.path.isfile(os.path.join(folder, INDEX)):
+        return map(_without_images, _index(folder))
+    return map(_without_images, read_header(single)) if os.path.isfile(single) else ()
+
+
 def _without_images(name: str) -> str:
     return f"model.{name.removeprefix(_BESIDE_IMAGES)}" if name.startswith(_BESIDE_IMAGES) else name
 
 
 def indexed_files(folder: str) -> list[str]:
     """List the files that the index of a folder names. Raises ValueError for one that is no index, or names a path."""
+    files = sorted(set(_index(folder).values()))
+    _refuse(folder, f"{INDEX} names files elsewhere:", (x for x in files if os.path.basename(x) != x))
+    return files
+
+
+def _index(folder: str) -> dict[str, str]:
+    """Read the file of each tensor that the index of a folder names. Raises ValueError if it is no index."""
     index = os.path.join(folder, INDEX)
     try:
         with open(index, encoding="utf-8") as f:
-            files = sorted({os.fspath(file) for file in json.load(f)["weight_map"].values()})
+            return {name: os.fspath(file) for name, file in json.load(f)["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as e:
         raise ValueError(f"'{index}' is not an index of safetensors files: {e}") from e
-    _refuse(folder, f"{INDEX} names files elsewhere:", (x for x in files if os.path.basename(x) != x))
-    return files
 
 
 def read_config(folder: str, name: str = CONFIG) -> dict[str, Any]:
@@ -241,7 +260,7 @@ def copy_model_files(
     """
     config = {**read_config(source), **(token_ids or {})}
     if not further_layers:  # readers would look for their weights
-        config |= {key: 0 for key in _FURTHER_LAYERS if config.get(key)}
+        config = without_further_layers(config)
     config.setdefault("model_type", read_architecture(source).family)  # without it transformers and vLLM read nothing
     if classifier:
         names = config.get("architectures") or []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -18,14 +17,12 @@ import torch
 from torch import Tensor
 
 from megarl.checkpoint.export_huggingface import append
-from megarl.checkpoint.huggingface_folder import CONFIG, SINGLE, read_config, weight_entries
-from megarl.checkpoint.safetensors_file import SafetensorsWriter
+from megarl.checkpoint.huggingface_folder import CONFIG, SINGLE, read_config, weight_entries, without_further_layers
+from megarl.checkpoint.safetensors_file import SafetensorsWriter, copy_tensors
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.models.tensors import LogicalTensor
 from megarl.models.weights import logical_tensors
-
-_FURTHER = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")
 
 
 def first_layers(arch: Architecture, each: int) -> int:
@@ -44,8 +41,7 @@ def first_layers(arch: Architecture, each: int) -> int:
 def cut_config(config: dict[str, Any], layers: int, count: int) -> dict[str, Any]:
     """Change `config.json` to the first `count` of so many layers; lists with an entry per layer are cut, too."""
     lists = {key: value[:count] for key, value in config.items() if isinstance(value, list) and len(value) == layers}
-    further = {key: 0 for key in _FURTHER if config.get(key)}
-    return {**config, **lists, **further, "num_hidden_layers": count}
+    return {**without_further_layers(config), **lists, "num_hidden_layers": count}
 
 
 def cut_to(arch: Architecture, count: int) -> Architecture:
@@ -88,16 +84,7 @@ def _write(folder: str, file: str, arch: Architecture, *, random_init: bool) -> 
             append(writer, _random(tensor, number))
         return
     entries = weight_entries(folder)
-    writer = SafetensorsWriter(file, [(t.name, entries[t.name].dtype, entries[t.name].shape) for t in tensors])
-    for tensor in tensors:
-        entry = entries[tensor.name]
-        with (
-            open(entry.file, "rb") as f,
-            mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data,
-            memoryview(data) as whole,
-            whole[entry.start : entry.stop] as elements,
-        ):
-            writer.write(elements)
+    copy_tensors(file, {tensor.name: entries[tensor.name] for tensor in tensors})
 
 
 def _random(tensor: LogicalTensor, seed: int) -> Tensor:
