@@ -42,6 +42,8 @@ class RouterReplay:
     """
 
     def __init__(self) -> None:
+        self.counts = torch.zeros(2, dtype=torch.int64)
+        """Recorded choices that the router would have made as well, and all."""
         self.forget()
 
     def forget(self) -> None:
@@ -49,8 +51,6 @@ class RouterReplay:
         self._now: Recorded | None = None
         self._again: deque[Recorded] = deque()
         self._train = False
-        self.counts = torch.zeros(2, dtype=torch.int64)
-        """Recorded choices that the router would have made as well, and all."""
 
     def take(self, recorded: Recorded, *, train: bool) -> None:
         """Choose these in the next forward pass.
@@ -130,6 +130,7 @@ class RoutingReplay:
         self._batch, self._train = None if batch.routed_experts is None else batch, train
         for router in self._each_router:
             router.forget()
+            router.counts = torch.zeros(2, dtype=torch.int64)
 
     def enter(self, chunk: Any, micro: MicroBatch) -> None:
         """Give the routers of a chunk the experts of the micro-batch that enters it."""
@@ -148,9 +149,7 @@ class RoutingReplay:
         assert all(router.used_up for router in self._each_router)
         self._batch = None
         for router in self._each_router:
-            counts = router.counts
             router.forget()
-            router.counts = counts
 
     def counts(self) -> Tensor:
         """Count this rank's recorded choices of the last pass: those that training would have made as well, and all.

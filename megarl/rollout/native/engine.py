@@ -192,9 +192,11 @@ class NativeEngine(Engine):
             lengths = [len(s) for s in sequences]
             attention = self._passes.prefill(cache, slots=slots, lengths=lengths)
             tokens = torch.tensor([token for s in sequences for token in s], device=self._device)
-            slot_of_token = torch.tensor(slots).repeat_interleave(torch.tensor(lengths)).to(self._device)
-            positions = torch.cat([torch.arange(n) for n in lengths]).to(self._device)
-            self._forward(cache, tokens, attention, slots=slot_of_token, positions=positions)
+            routed = self._forward(tokens, attention)[1]
+            if routed is not None:
+                slot_of_token = torch.tensor(slots).repeat_interleave(torch.tensor(lengths)).to(self._device)
+                positions = torch.cat([torch.arange(n) for n in lengths]).to(self._device)
+                cache.write_routed(slot_of_token, positions, routed)
         cache.copy(admission.copies, admission.state_copies)
         rows = [
             (token, position, r.slot, r.blocks[position // BLOCK_SIZE], 0, 0)
@@ -248,18 +250,21 @@ class NativeEngine(Engine):
         attention = self._passes.decode(
             cache, slots=slots, positions=positions, blocks=blocks, longest=longest or self._max_model_len
         )
-        return self._forward(cache, tokens, attention, slots=slots, positions=positions)
+        hidden, routed = self._forward(tokens, attention)
+        if routed is not None:
+            cache.write_routed(slots, positions, routed)
+        return hidden
 
-    def _forward(
-        self, cache: KVCache, tokens: Tensor, attention: Attention, *, slots: Tensor, positions: Tensor
-    ) -> Tensor:
-        """Compute the last hidden states, [T, hidden], and store the tokens' experts, if they are recorded."""
+    def _forward(self, tokens: Tensor, attention: Attention) -> tuple[Tensor, Tensor | None]:
+        """Compute the last hidden states, [T, hidden], and the tokens' experts, if they are recorded.
+
+        Returns: the latter int16 [T, layers with experts, experts per token].
+        """
         if self._unrouted is None:
-            return self._decoder.forward(tokens, attention)
+            return self._decoder.forward(tokens, attention), None
         routed: list[Tensor] = []
         hidden = self._decoder.forward(tokens, attention, routed)
-        cache.write_routed(slots, positions, torch.stack(routed, dim=1))
-        return hidden
+        return hidden, torch.stack(routed, dim=1)
 
     def _record_routing(self, r: Running) -> None:
         """Record the experts of a request's tokens that were fed to the model; not again those from before it waited.

@@ -92,7 +92,7 @@ class KVCache:
         Args:
             slots, positions: int64 [T].
         """
-        blocks, within = self.tables[slots, positions // BLOCK_SIZE].long(), positions % BLOCK_SIZE
+        blocks, within = self._places(slots, positions)
         for stored, new in zip(self.layers[layer], heads, strict=True):
             stored[blocks, :, within] = new
 
@@ -109,8 +109,11 @@ class KVCache:
             experts: int16 [T, layers with experts, experts per token].
         """
         assert self.routed is not None
-        blocks = self.tables[slots, positions // BLOCK_SIZE].long()
-        self.routed[blocks, positions % BLOCK_SIZE] = experts.to(self.routed.dtype)
+        self.routed[self._places(slots, positions)] = experts.to(self.routed.dtype)
+
+    def _places(self, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Find the blocks of tokens, and their places within them, both int64 [T]."""
+        return self.tables[slots, positions // BLOCK_SIZE].long(), positions % BLOCK_SIZE
 
     def read_routed(self, blocks: Sequence[int], first: int, end: int) -> Choices:
         """Read the experts of the tokens from `first` to before `end` of a sequence with these blocks."""
