@@ -70,9 +70,10 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
 
 def _results(args: argparse.Namespace, folder: str, console: Output, *, has_weights: bool) -> Iterator[Result]:
     """Compare the tensors of all layers, and the numbers of those that --layers leaves, unless tensors differ."""
+    from megarl.estimate.job import parameter_count
     from megarl.parity.compare import compare_numbers
     from megarl.parity.cut import cut_to, first_layers, folder_to_compare
-    from megarl.parity.room import check_room, parameters_of
+    from megarl.parity.room import check_room
     from megarl.parity.tensors import compare_tensors
 
     arch = read_architecture(folder)
@@ -80,7 +81,7 @@ def _results(args: argparse.Namespace, folder: str, console: Output, *, has_weig
     small, copies = cut_to(arch, count), count < arch.num_layers or args.random_init
     memory = check_room(small, copies=copies, dtype=args.dtype)
     console.print(
-        f"{arch.family}: {count} of {arch.num_layers} layers, {parameters_of(small):,} parameters, {args.dtype}"
+        f"{arch.family}: {count} of {arch.num_layers} layers, {parameter_count(small):,} parameters, {args.dtype}"
         f"{', random weights' if args.random_init else ''}: about {memory / 1e9:.3g} GB of memory"
     )
     tensors = compare_tensors(folder, arch, has_weights=has_weights and not args.random_init)

@@ -111,6 +111,17 @@ class Heads:
         )
 
 
+def projected(kind: GatedDelta, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Take apart what the in-projection computes of each key head, [T, n, width].
+
+    Returns: channels to convolve [T, n, conv_width], output gates [T, n, r * value_dim], and strengths and decays
+    [T, n, 2 r].
+    """
+    values = kind.values_per_key * kind.value_head_dim
+    channels, gates, scalars = heads.split((kind.conv_width, values, 2 * kind.values_per_key), dim=-1)
+    return channels, gates, scalars
+
+
 def _unit(x: Tensor) -> Tensor:
     x = x.float()
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)

@@ -20,7 +20,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megarl.models.attention import PackedSequences
-from megarl.models.delta_rule import Heads, Packing, convolve, delta_rule, gated_norm
+from megarl.models.delta_rule import Heads, Packing, convolve, delta_rule, gated_norm, projected
 from megarl.models.parts.gated_delta import GatedDelta
 
 
@@ -65,8 +65,7 @@ class GatedDeltaNet(MegatronModule):
         lengths = (length,) * batch if packed_seq_params is None else packed_seq_params.lengths
         packing = _packing(lengths, kind, heads.device)
         heads = heads.transpose(0, 1).flatten(0, 1).unflatten(1, (self._key_heads, -1))
-        values = kind.values_per_key * kind.value_head_dim
-        channels, gate, scalars = heads.split((kind.conv_width, values, 2 * kind.values_per_key), dim=-1)
+        channels, gate, scalars = projected(kind, heads)
         convolved, _last = convolve(channels.flatten(1), self.conv1d, packing)
         convolved = convolved.unflatten(1, channels.shape[1:])
         out, _states = delta_rule(Heads.of(kind, convolved, scalars, self.A_log, self.dt_bias), packing)

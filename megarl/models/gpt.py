@@ -149,15 +149,22 @@ def transformer_fields(
     chunks = layout.all_layers(arch.num_layers)
     if len(set(map(len, chunks))) > 1:
         fields |= dict(pipeline_model_parallel_layout=_uneven_stages(chunks))
+    fields |= _layer_fields(arch)
+    fields |= _activation(fields.get("activation_func", "silu"), on_gpu)
+    if recompute:
+        fields |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    return fields
+
+
+def _layer_fields(arch: Architecture) -> dict[str, Any]:
+    """Set what the kinds of layers decide."""
+    fields: dict[str, Any] = {}
     for layer in arch.kinds:
         fields |= layer.megatron_fields()
-    fields |= _activation(fields.get("activation_func", "silu"), on_gpu)
     two_attentions = len({type(layer.attention) for layer in arch.kinds}) > 1
     if (arch.moe and len(arch.kinds) > 1) or two_attentions:
         # a list also makes Megatron-Core's checkpoints hold layers one by one, not stacked as if they had equal weights
         fields |= dict(moe_layer_freq=[int(isinstance(layer.mlp, Experts)) for layer in arch.each_layer])
-    if recompute:
-        fields |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     return fields
 
 

@@ -8,10 +8,9 @@ import tempfile
 import psutil
 import torch
 
+from megarl.estimate.job import parameter_count
 from megarl.host import host_memory
 from megarl.models.architecture import Architecture
-from megarl.models.tensors import volume
-from megarl.models.weights import logical_tensors
 from megarl.parity.sequences import sequences_for
 
 BYTES = 12
@@ -19,11 +18,6 @@ BYTES = 12
 take less, and are gone by then."""
 ON_DISK = 4
 """Per parameter: of transformers' gradients, and of random or cut weights."""
-
-
-def parameters_of(arch: Architecture) -> int:
-    """Count the parameters of a model."""
-    return sum(volume(tensor.box) for tensor in logical_tensors(arch).values())
 
 
 def check_room(arch: Architecture, *, copies: bool, dtype: str) -> int:
@@ -35,7 +29,7 @@ def check_room(arch: Architecture, *, copies: bool, dtype: str) -> int:
     Raises:
         ValueError: there are fewer free here, or the disk of temporary files is too small.
     """
-    count, sequences = parameters_of(arch), sequences_for(arch)
+    count, sequences = parameter_count(arch), sequences_for(arch)
     outputs = 2 * 4 * 3 * (arch.num_layers + 1) * arch.hidden_size * sequences.count
     logits = 4 * 4 * arch.vocab_size * max(map(len, sequences.tokens))
     memory = BYTES * count + outputs + logits

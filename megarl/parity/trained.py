@@ -15,6 +15,7 @@ from megarl.hybrid.generation import Generation
 from megarl.hybrid.residency import Residency
 from megarl.models.architecture import Architecture
 from megarl.models.fill import local_view
+from megarl.models.sizes import BLOCK_SIZE, blocks_for
 from megarl.models.tensors import Box
 from megarl.models.weights import logical_tensors
 from megarl.parallel.generation_groups import generation_groups
@@ -27,9 +28,6 @@ from megarl.roles.passes import MiniBatch
 from megarl.roles.trained import Actor
 from megarl.telemetry.timers import PhaseTimers
 from megarl.types import Batch, Completion, SamplingParams, batch_of
-
-_BLOCK = 16
-"""Tokens; engines hold whole blocks of a sequence."""
 
 
 class TrainedHere:
@@ -105,7 +103,7 @@ class TrainedHere:
             model_path=self._folder,
             residency=residency,
             timers=PhaseTimers(world.device),
-            max_model_len=-(-longest // _BLOCK) * _BLOCK,
+            max_model_len=blocks_for(longest) * BLOCK_SIZE,
             decode=lambda ids: "".join(f"<{i}>" for i in ids),
         )
         with generation.phase(verify=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megarl.models.parts.experts import Experts
@@ -66,14 +66,14 @@ class StackedExperts(Experts):
     def training(self, at: LayerPlace) -> Iterator[Placement]:
         yield from self.moe.router_in_training(at)
         leaves = ("linear_fc1.weight", "linear_fc1.bias", "linear_fc2.weight", "linear_fc2.bias")
-        share = replace(at, tp=at.expert_place.tp, rank=at.expert_place.rank)
+        share = self._share(at)
         for local, expert in enumerate(at.expert_place.own(self.moe.num_experts)):
             params = tuple(f"mlp.experts.local_experts.{local}.{leaf}" for leaf in leaves)
             yield from self._place_some(share, (expert, expert + 1), params, stacked=False)
 
     def engine(self, at: LayerPlace) -> Iterator[Placement]:
         yield from self.moe.router_in_engine(at)
-        share = replace(at, tp=at.expert_place.tp, rank=at.expert_place.rank)
+        share = self._share(at)
         experts = at.expert_place.own(self.moe.num_experts)
         yield from self._place_some(share, (experts.start, experts.stop), self.all_in_engine, stacked=True)
 

@@ -12,7 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.models.delta_rule import Heads, Packing, convolve, convolve_next, delta_rule, delta_step, gated_norm
+from megarl.models.delta_rule import (
+    Heads,
+    Packing,
+    convolve,
+    convolve_next,
+    delta_rule,
+    delta_step,
+    gated_norm,
+    projected,
+)
 from megarl.models.parts.gated_delta import GatedDelta
 from megarl.rollout.native.kv_cache import KVCache
 from megarl.rollout.native.parts import part
@@ -44,8 +53,7 @@ class Weights(part.AttentionWeights):
     def __call__(self, x: Tensor, layer: int, attention: Attention) -> Tensor:
         kind, weights = self._kind, self._weights
         heads = F.linear(x, weights[_IN]).unflatten(1, (self._heads, -1))
-        values = kind.values_per_key * kind.value_head_dim
-        channels, gate, scalars = heads.split((kind.conv_width, values, 2 * kind.values_per_key), dim=-1)
+        channels, gate, scalars = projected(kind, heads)
         out = attention(layer, channels, scalars, weights[_CONV], weights[_A_LOG], weights[_DT_BIAS])
         return F.linear(gated_norm(out, gate.reshape(out.shape), weights[_NORM], self._eps).flatten(1), weights[_OUT])
 
