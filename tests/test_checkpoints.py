@@ -52,6 +52,7 @@ from megarl.checkpoint.folder import (
 )
 from megarl.checkpoint.manifest import FORMAT, files_of, record_files, write_manifest
 from megarl.models.architecture import Architecture
+from megarl.models.kernels import transformer_engine_available
 
 
 def fake(run_dir: Path, step: int, at: Callable[[int], Position] = rl_step) -> Path:
@@ -394,6 +395,13 @@ def test_experts_over_ranks_are_read_in_any_layout(ranks: Ranks, tmp_path: Path)
     over = Case(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True)
     cases = [Case(dp=4, ep=2), over, Case(dp=4), Case(pp=2, dp=2, ep=2), Case(dp=4, ep=2, etp=2)]
     assert ranks.run(4, _layouts, str(tmp_path), cases, WITH_EXPERTS)[0][0] == [True] * 4
+
+
+@pytest.mark.skipif(not transformer_engine_available(), reason="needs a GPU and Transformer Engine")
+@pytest.mark.parametrize("arch", [WITH_EXPERTS, SOME_WITH_EXPERTS], ids=lambda arch: arch.family)
+def test_experts_are_read_grouped_or_one_by_one(ranks: Ranks, tmp_path: Path, arch: Architecture) -> None:
+    one_by_one = Case(config={"actor": {"megatron": {"transformer_engine": "none"}}})
+    assert ranks.run(1, _layouts, str(tmp_path), [Case(), one_by_one, Case()], arch)[0][0] == [True] * 2
 
 
 @pytest.mark.parametrize("arch", [SOME_WITH_EXPERTS, LATENT, LINEAR], ids=lambda arch: arch.family)

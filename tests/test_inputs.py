@@ -292,8 +292,7 @@ def test_grouped_experts_are_refused() -> None:
     """No layer reads the field: it would do nothing."""
     layout = TrainLayout(ranks=range(1))
     settings: dict[str, Any] = {"dtype": torch.float32, "sequence_parallel": False, "recompute": False}
-    check_overrides({"moe_grouped_gemm": False}, WITH_EXPERTS, layout, **settings)
-    with pytest.raises(ValueError, match="moe_grouped_gemm: experts are computed one after the other; leave it out"):
+    with pytest.raises(ValueError, match="moe_grouped_gemm: the model and the layout decide it; leave it out"):
         check_overrides({"moe_grouped_gemm": True}, WITH_EXPERTS, layout, **settings)
 
 

@@ -63,7 +63,10 @@ def build(
     rank = dist.get_rank()
     generation = GenerationLayout(ranks=range(train.size), tp=generation_tp)
     values = logical_values(arch, dtype)
-    sides = training_side(arch, train, ParameterNames(fused_norms=True)), engine_side(arch, generation)
+    sides = (
+        training_side(arch, train, ParameterNames(fused_norms=True, grouped_experts=True)),
+        engine_side(arch, generation),
+    )
     held, wanted = (list(side.placements(rank)) for side in sides)
     source = {name: torch.nn.Parameter(p.to(device)) for name, p in parameters(held, values, dtype).items()}
     engine = {name: torch.nn.Parameter(p.to(device)) for name, p in parameters(wanted, {}, dtype).items()}

@@ -115,7 +115,7 @@ def cases(draw: st.DrawFn) -> Case:
     arch.check_generation(tp=generation_tp, ep=generation_ep)
     stride = closest_stride(train, generation_tp) if draw(st.booleans()) else 1
     generation = GenerationLayout(ranks=range(world), tp=generation_tp, stride=stride, ep=generation_ep)
-    names = ParameterNames(fused_norms=draw(st.booleans()))
+    names = ParameterNames(fused_norms=draw(st.booleans()), grouped_experts=draw(st.booleans()))
     return Case(
         source=training_side(arch, train, names),
         target=engine_side(arch, generation),

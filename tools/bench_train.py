@@ -34,6 +34,8 @@ from megarl.algorithms.cross_entropy import cross_entropy
 from megarl.algorithms.losses.vanilla import PolicyClip
 from megarl.config import Config, ConfigError, load_run_config
 from megarl.data.packing import MicroBatches, pack_by_count, pack_by_tokens
+from megarl.estimate.job import active_parameter_count
+from megarl.estimate.prediction import flops_of_sequences
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.models.gpt import build_chunks
@@ -240,13 +242,8 @@ class PlainMegatron:
 
 def model_flops(arch: Architecture, lengths: Sequence[int]) -> float:
     """Forward and backward: 6 per parameter and token, and causal attention (PaLM, arXiv 2204.02311, appendix B)."""
-    ((layer, num_layers),) = arch.layers
-    heads, kv_heads = layer.attention.num_attention_heads, layer.attention.num_key_value_heads
-    head_dim = layer.attention.head_dim
-    attention = arch.hidden_size * head_dim * 2 * (heads + kv_heads)
-    mlp = 3 * arch.hidden_size * layer.mlp.ffn_hidden_size * (arch.moe.experts_per_token if arch.moe else 1)
-    parameters = num_layers * (attention + mlp) + arch.vocab_size * arch.hidden_size
-    return 6.0 * parameters * sum(lengths) + 12.0 * num_layers * heads * head_dim * sum(n * n for n in lengths) / 2
+    parameters = active_parameter_count(arch)
+    return 3 * flops_of_sequences(arch, parameters, sum(lengths), sum(n * n for n in lengths))
 
 
 def write_profile(step: Callable[[], object], path: str) -> None:

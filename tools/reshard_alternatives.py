@@ -173,7 +173,7 @@ class Refit:
             arch,
             there,
             dtype=model.transformer_config.params_dtype,
-            fused_rope=not model.layers.rotates,
+            transformer_engine=not model.layers.rotates,
         )
         (self.target,) = build_chunks(arch, config, there, model.layers, model_class=GPTModel)
         self._source, self._swap = model.chunks[0], swap_model_weights

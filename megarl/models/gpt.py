@@ -63,13 +63,14 @@ def transformer_config(
     dtype: torch.dtype,
     sequence_parallel: bool = False,
     recompute: bool = False,
-    fused_rope: bool = False,
+    transformer_engine: bool = False,
     overrides: Mapping[str, Any] | None = None,
 ) -> TransformerConfig:
     """Configure Megatron-Core for the training layout.
 
     Args:
         recompute: keep only each layer's input and recompute the rest in backward.
+        transformer_engine: the layers are Transformer Engine's.
         overrides: TransformerConfig fields set as they are, last.
     """
     enable_gradient_accumulation_fusion()
@@ -79,7 +80,7 @@ def transformer_config(
         dtype=dtype,
         sequence_parallel=sequence_parallel,
         recompute=recompute,
-        fused_rope=fused_rope,
+        transformer_engine=transformer_engine,
         on_gpu=groups.world.device.type == "cuda",
     )
     chosen = {"deterministic_mode": torch.are_deterministic_algorithms_enabled()} | with_kernels_here(overrides or {})
@@ -105,7 +106,7 @@ def transformer_fields(
     dtype: torch.dtype,
     sequence_parallel: bool,
     recompute: bool,
-    fused_rope: bool = False,
+    transformer_engine: bool = False,
     on_gpu: bool,
 ) -> dict[str, Any]:
     """Set what the architecture, the layout and this program decide of a TransformerConfig, by field."""
@@ -138,7 +139,8 @@ def transformer_fields(
         gradient_accumulation_fusion=True,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
-        apply_rope_fusion=fused_rope,
+        apply_rope_fusion=transformer_engine,
+        moe_grouped_gemm=transformer_engine and arch.moe is not None,
         # gloo's sends read a tensor's memory after they have returned; NCCL's hold on to it
         deallocate_pipeline_outputs=on_gpu,
         # interleaved stages talk in both directions at once: a batch of sends and receives between the same two

@@ -89,12 +89,16 @@ def transformer_engine_layers(arch: Architecture) -> LayerSpec:
     """Take Transformer Engine's layers."""
     from megatron.core.extensions.transformer_engine import TENorm
 
+    grouped = ", grouped GEMM of experts" if arch.moe else ""
     return LayerSpec(
-        modules={kind: get_gpt_layer_with_transformer_engine_spec(**_spec_arguments(kind)) for kind in arch.kinds},
+        modules={
+            kind: get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=True, **_spec_arguments(kind))
+            for kind in arch.kinds
+        },
         norm=TENorm,
-        names=ParameterNames(fused_norms=True),
+        names=ParameterNames(fused_norms=True, grouped_experts=True),
         rotates=False,
-        kernels="Transformer Engine layers (fused attention, norm + linear, rotary embedding)",
+        kernels=f"Transformer Engine layers (fused attention, norm + linear, rotary embedding{grouped})",
     )
 
 

@@ -58,8 +58,6 @@ def check_overrides(
         decided = (name in fields and name not in _RECOMPUTED) or _DECIDED.fullmatch(name)
         if decided or (name.startswith("moe_") and arch.moe is None):
             raise ValueError(f"{_KEY}.{name}: the model and the layout decide it; leave it out")
-        if name == "moe_grouped_gemm" and value:
-            raise ValueError(f"{_KEY}.{name}: experts are computed one after the other; leave it out")
         _check_type(name, hints[name], value)
     enable_gradient_accumulation_fusion()
     try:

@@ -1,4 +1,4 @@
-"""Names the norms of a layer in the training layout's model. Torch-free."""
+"""Names what the training layout's model calls one way or another, as its kernels want. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from megarl.models.architecture import Layer
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterNames:
-    """Names the norms of a transformer layer, after the layer's prefix; the modules of a part name the rest.
+    """Names the norms of a transformer layer, after the layer's prefix; the parts of a layer name the rest.
 
     Attributes:
         fused_norms: whether a norm lies in the linear layer after it, where there is one, as in Transformer Engine's
             layers; otherwise it is a module of its own.
+        grouped_experts: see `LayerPlace`.
     """
 
     fused_norms: bool = False
+    grouped_experts: bool = False
 
     output_norms: ClassVar = ("post_attention_layernorm.weight", "post_mlp_layernorm.weight")
 

@@ -121,6 +121,8 @@ class LayerPlace:
         hidden: residual width.
         tp, rank: size of the tensor-parallel group, and the rank in it.
         expert_place: the rank's place among those with the layer's experts.
+        grouped_experts: whether one module of the training layout's model holds a matrix of each of the rank's experts,
+            as for a grouped GEMM; otherwise each expert is a module.
         experts: place these alone.
     """
 
@@ -130,6 +132,7 @@ class LayerPlace:
     tp: int
     rank: int
     expert_place: ExpertPlace
+    grouped_experts: bool = False
     experts: Container[int] = EVERY
 
     def whole(self, tensor: str, param: str, *shape: int) -> Placement:

@@ -90,6 +90,7 @@ def training_placements(
                     tp=layout.tp,
                     rank=at.tp,
                     expert_place=ExpertPlace(tp=layout.expert_tp, rank=at.expert_tp, ep=layout.ep, part=at.ep),
+                    grouped_experts=names.grouped_experts,
                     experts=experts,
                 )
                 yield from layer.attention.training(place)

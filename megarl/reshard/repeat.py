@@ -14,7 +14,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.placements import Placement
 
 _OF_EXPERTS = re.compile(r"\bexperts\.")
-_LAYER, _EXPERT = re.compile(r"\blayers\.(\d+)\."), re.compile(r"experts\.(\d+)\.")
+_LAYER, _EXPERT = re.compile(r"\blayers\.(\d+)\."), re.compile(r"experts\.(?:\w+\.weight)?(\d+)\b")
 
 
 def layer_of(name: str) -> int | None:

@@ -85,7 +85,7 @@ class MegatronModel:
             dtype=self.dtype,
             sequence_parallel=megatron.sequence_parallel,
             recompute=model.enable_gradient_checkpointing,
-            fused_rope=not self.layers.rotates,
+            transformer_engine=fused,
             overrides=megatron.override_transformer_config,
         )
         with groups.active():

@@ -82,8 +82,11 @@ class Experts(MLPPart):
         share = self._share(at)
         for local, expert in enumerate(at.expert_place.own(self.moe.num_experts)):
             if expert in at.experts:
-                module = f"mlp.experts.local_experts.{local}."
-                params = (f"{module}linear_fc1.weight", f"{module}linear_fc2.weight")
+                if at.grouped_experts:
+                    params = (f"mlp.experts.linear_fc1.weight{local}", f"mlp.experts.linear_fc2.weight{local}")
+                else:
+                    module = f"mlp.experts.local_experts.{local}."
+                    params = (f"{module}linear_fc1.weight", f"{module}linear_fc2.weight")
                 yield from self._place(share, expert, params)
         module = "mlp.shared_experts."
         params = (f"{module}linear_fc1.weight", f"{module}linear_fc2.weight")
