@@ -17,13 +17,14 @@ from selection import quick  # noqa: E402
 from tiny_engines import GROUPS, assert_same, engine_of  # noqa: E402
 from tiny_families import ARCHITECTURES  # noqa: E402
 
+from megarl.models.activations import quick_gelu  # noqa: E402
 from megarl.models.rope import rope_table  # noqa: E402
 from megarl.models.sizes import BLOCK_SIZE, blocks_for  # noqa: E402
 from megarl.rollout.native import kernels  # noqa: E402
 from megarl.rollout.native.kernels import draw as draw_kernel  # noqa: E402
 from megarl.rollout.native.kernels.draw import draw  # noqa: E402
 from megarl.rollout.native.kernels.elementwise import add_and_norm, silu_and_mul  # noqa: E402
-from megarl.rollout.native.kernels.experts import mixture  # noqa: E402
+from megarl.rollout.native.kernels.experts import ClampedGLU, mixture  # noqa: E402
 from megarl.rollout.native.kernels.paged_attention import attend, rotate_and_store  # noqa: E402
 from megarl.rollout.native.kv_cache import KVCache  # noqa: E402
 from megarl.rollout.native.parts.grouped_query import GatheredAttention  # noqa: E402
@@ -31,6 +32,7 @@ from megarl.rollout.native.sampler import _inverse_cdf, uniform  # noqa: E402
 from megarl.types import SamplingParams  # noqa: E402
 
 DTYPES = [torch.float32, *([torch.bfloat16] if DEVICE == "cuda" else [])]  # numpy, which interprets, has no bfloat16
+LIMIT = 0.5
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
@@ -161,6 +163,7 @@ def test_what_is_beyond_a_sequence_counts_for_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("clamped", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "each", "experts", "parts", "hidden", "ffn"),
     [
@@ -171,10 +174,10 @@ def test_what_is_beyond_a_sequence_counts_for_nothing() -> None:
     ],
 )
 def test_experts_equal_torch(
-    tokens: int, each: int, experts: int, parts: int, hidden: int, ffn: int, dtype: torch.dtype
+    tokens: int, each: int, experts: int, parts: int, hidden: int, ffn: int, dtype: torch.dtype, clamped: bool
 ) -> None:
     """Parts of the experts add up to all; the last expert gets no token, and its weights are not numbers."""
-    x, weights = noise(tokens, hidden, dtype=dtype), noise(tokens, each, seed=1).abs()
+    x, weights = noise(tokens, hidden, dtype=dtype), noise(tokens, each, seed=1).softmax(-1)
     generator = torch.Generator().manual_seed(2)
     scores = torch.rand(tokens, experts, generator=generator)
     scores[:, -1] = -1
@@ -183,14 +186,22 @@ def test_experts_equal_torch(
     down = noise(experts, hidden, ffn, dtype=dtype, seed=4) * ffn**-0.5
     gate_up[-1] = torch.nan
     want = torch.zeros(tokens, hidden, device=DEVICE)
+    biases = noise(experts, 2 * ffn, dtype=dtype, seed=5), noise(experts, hidden, dtype=dtype, seed=6)
     for i in range(each):
-        gate, up = torch.einsum("th,tfh->tf", x.float(), gate_up[chosen[:, i]].float()).chunk(2, dim=-1)
-        made = torch.einsum("tf,thf->th", F.silu(gate) * up, down[chosen[:, i]].float())
+        gate_and_up = torch.einsum("th,tfh->tf", x.float(), gate_up[chosen[:, i]].float())
+        if clamped:
+            gate, up = (gate_and_up + biases[0][chosen[:, i]]).clamp(max=LIMIT).chunk(2, dim=-1)
+            made = torch.einsum("tf,thf->th", quick_gelu(gate) * (up.clamp(min=-LIMIT) + 1), down[chosen[:, i]].float())
+            made += biases[1][chosen[:, i]]
+        else:
+            gate, up = gate_and_up.chunk(2, dim=-1)
+            made = torch.einsum("tf,thf->th", F.silu(gate) * up, down[chosen[:, i]].float())
         want += weights[:, i : i + 1] * made
     got = torch.zeros_like(want)
     for first in range(0, experts, experts // parts):
         mine = slice(first, first + experts // parts)
-        part = mixture(x, weights, chosen, gate_up[mine], down[mine], first=first, num_experts=experts)
+        glu = ClampedGLU(biases[0][mine], biases[1][mine], limit=LIMIT, share=1.0) if clamped else None
+        part = mixture(x, weights, chosen, gate_up[mine], down[mine], first=first, num_experts=experts, clamped=glu)
         assert part.dtype == dtype
         got += part
     torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])

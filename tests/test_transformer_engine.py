@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
@@ -39,8 +40,7 @@ def _train_and_generate(case: Case, which: str, arch: Architecture) -> tuple[boo
         "rollout": {"tensor_model_parallel_size": case.gen_tp},
         "reshard": {"verify": True},
     }
-    case = Case(tp=case.tp, pp=case.pp, gen_tp=case.gen_tp, sequence_parallel=case.sequence_parallel, config=config)
-    with actor_in(case, arch, "bfloat16", lr=1e-3) as actor:
+    with actor_in(replace(case, config=config), arch, "bfloat16", lr=1e-3) as actor:
         batch = fixed_batch()
         before = actor.log_probs(batch, mini_batch_of(actor, 4))
         losses = [update(actor, batch, size=4)["loss"] for _ in range(3)]
@@ -57,6 +57,17 @@ def _train_and_generate(case: Case, which: str, arch: Architecture) -> tuple[boo
 LLAMA3 = RopeScaling(factor=8.0, original_max_position_embeddings=16)
 
 
+def _compare(ranks: Ranks, case: Case, arch: Architecture) -> None:
+    if torch.cuda.device_count() < case.world:
+        pytest.skip(f"needs {case.world} GPUs")
+    ours = ranks.run(case.world, _train_and_generate, case, "none", arch)[0]
+    theirs = ranks.run(case.world, _train_and_generate, case, "auto", arch)[0]
+    assert (ours[0], theirs[0]) == (False, True)
+    assert float((ours[1] - theirs[1]).abs().mean()) < 0.02  # bf16 has 8 bits
+    assert theirs[2] == pytest.approx(ours[2], rel=5e-3)
+    assert max(ours[3], theirs[3]) < 0.02
+
+
 @pytest.mark.parametrize(
     "arch",
     [ARCH, changed(ARCH, rope_scaling=LLAMA3), WITH_EXPERTS, SOME_WITH_EXPERTS],
@@ -66,11 +77,15 @@ LLAMA3 = RopeScaling(factor=8.0, original_max_position_embeddings=16)
     "case", [Case(), Case(tp=2, pp=2, gen_tp=2, sequence_parallel=True)], ids=lambda case: case.name
 )
 def test_transformer_engine_agrees_with_torch(ranks: Ranks, case: Case, arch: Architecture) -> None:
-    if torch.cuda.device_count() < case.world:
-        pytest.skip(f"needs {case.world} GPUs")
-    ours = ranks.run(case.world, _train_and_generate, case, "none", arch)[0]
-    theirs = ranks.run(case.world, _train_and_generate, case, "auto", arch)[0]
-    assert (ours[0], theirs[0]) == (False, True)
-    assert float((ours[1] - theirs[1]).abs().mean()) < 0.02  # bf16 has 8 bits
-    assert theirs[2] == pytest.approx(ours[2], rel=5e-3)
-    assert max(ours[3], theirs[3]) < 0.02
+    _compare(ranks, case, arch)
+
+
+@pytest.mark.parametrize("arch", [WITH_EXPERTS, SOME_WITH_EXPERTS], ids=["experts", "sigmoid-experts"])
+@pytest.mark.parametrize(
+    "case",
+    [Case(dp=2, ep=2, gen_tp=2), Case(tp=2, ep=2, etp=1, gen_tp=2, sequence_parallel=True)],
+    ids=lambda case: case.name,
+)
+def test_experts_over_ranks_agree_with_torch(ranks: Ranks, case: Case, arch: Architecture) -> None:
+    """All-to-all over NCCL, and each rank's experts in one grouped GEMM."""
+    _compare(ranks, case, arch)

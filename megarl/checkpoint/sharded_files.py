@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
@@ -81,13 +82,16 @@ class ShardedParts:
         Args:
             staging: takes a copy of everything, if the host has the memory.
         """
-        parts, self._common = save_preprocess(sharded)  # checks that the ranks' parts cover every tensor exactly once
+        parts, self._common = save_preprocess(sharded, validate_access_integrity=False)
         mine = [part for part in nested_values(parts) if is_main_replica(part.replica_id)]
         tensors, self.copied = [part for part in mine if isinstance(part, ShardedTensor)], False
         if staging is not None:
             with suppress(MemoryError):
                 self._common, mine, self.copied = copy.deepcopy(self._common), _copied(mine, staging), True
-        self._planner = _Planner(mine)  # this and the next two lines run while the tensors are copied
+        # all of this runs while the tensors are copied
+        self._planner = _Planner(mine)
+        every_part = determine_global_metadata(parts)[1]
+        validate_sharding_integrity(every_part, common_state_dict=self._common)  # each element exactly once
         bits = bit_sums(tensors)
         everyone = world.gather((self._planner.items, bits), "the plan of a checkpoint")
         if staging is not None:

@@ -1,4 +1,4 @@
-"""Sends tokens through a mixture's experts, gated MLPs with silu, as the fused kernels of vLLM and SGLang do.
+"""Sends tokens through a mixture's experts, which are gated MLPs, as the fused kernels of vLLM and SGLang do.
 
 A pair is a token with one of its experts. Pairs are sorted by expert, and each expert's are filled up to whole blocks
 of rows, so that a program multiplies the rows of a block by the matrices of one expert: 5 pairs of expert 0 and 20 of
@@ -8,6 +8,8 @@ at once. Sums are always in the same order.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,8 +23,31 @@ _for_any_count = triton.jit(do_not_specialize=["pairs"])
 """Compiles a kernel once for all numbers of pairs; Triton would do so anew for 1 and for multiples of 16."""
 
 
+class ClampedGLU(NamedTuple):
+    """Makes experts those of gpt-oss: down(gate sigmoid(1.702 gate) (up + 1)), each projection with a bias.
+
+    Attributes:
+        gate_up, down: biases [experts, 2 ffn] and [experts, hidden].
+        limit: the gate is clamped from above, and up from both sides.
+        share: by which `down` is multiplied, since all ranks that share an expert add it.
+    """
+
+    gate_up: Tensor
+    down: Tensor
+    limit: float
+    share: float
+
+
 def mixture(
-    x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, *, first: int, num_experts: int
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    first: int,
+    num_experts: int,
+    clamped: ClampedGLU | None = None,
 ) -> Tensor:
     """Compute the weighted sum of what some experts make of each token; other experts count for nothing.
 
@@ -34,6 +59,7 @@ def mixture(
         weights, chosen: of each token's experts, float32, and their numbers, int64; both [T, experts_per_token].
         gate_up, down: [experts, 2 ffn, hidden] and [experts, hidden, ffn] of experts `first`, `first` + 1, ...
         num_experts: among which tokens choose.
+        clamped: None makes experts down(silu(gate) up).
 
     Returns: [T, hidden].
     """
@@ -43,13 +69,27 @@ def mixture(
     rows = _block_rows(pairs, num_experts)
     order, expert_of = _sort(chosen, first, len(gate_up), rows)
     activated, computed = x.new_empty(pairs, ffn), x.new_empty(pairs, hidden)
+    own = clamped or ClampedGLU(gate_up, down, limit=0.0, share=0.0)  # whose tensors nothing reads
     sizes = dict(ROWS=rows, DEPTH=64 if x.itemsize == 2 else 32, num_warps=8 if rows > 64 else 4, num_stages=3)
+    sizes |= dict(CLAMPED=clamped is not None)
     _gate_and_up[(triton.cdiv(ffn, 64), len(expert_of))](
-        x, order, expert_of, gate_up, activated, pairs, hidden, ffn, EACH=each, COLUMNS=64, **sizes
+        x,
+        order,
+        expert_of,
+        gate_up,
+        own.gate_up,
+        activated,
+        own.limit,
+        pairs,
+        hidden,
+        ffn,
+        EACH=each,
+        COLUMNS=64,
+        **sizes,
     )
     columns = 128 if rows > 64 else 64
     _down[(triton.cdiv(hidden, columns), len(expert_of))](
-        activated, order, expert_of, down, computed, pairs, hidden, ffn, COLUMNS=columns, **sizes
+        activated, order, expert_of, down, own.down, computed, own.share, pairs, hidden, ffn, COLUMNS=columns, **sizes
     )
     out = torch.empty_like(x)
     _add_up[(tokens, triton.cdiv(hidden, CHUNK))](
@@ -143,7 +183,9 @@ def _gate_and_up(
     order,
     expert_of,
     gate_up,
+    biases,
     out,
+    limit,
     pairs,
     hidden,
     ffn,
@@ -151,8 +193,9 @@ def _gate_and_up(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
+    CLAMPED: tl.constexpr,
 ):
-    """Compute silu(gate) * up of a block's pairs, some columns of it."""
+    """Compute silu(gate) * up of a block's pairs, or what `ClampedGLU` says, some columns of it."""
     block = tl.program_id(1)
     expert = tl.load(expert_of + block).to(tl.int64)
     if expert < 0:
@@ -169,9 +212,19 @@ def _gate_and_up(
         gate += tl.dot(part, tl.load(matrix + at, mask=inside, other=0.0), input_precision="ieee")
         up += tl.dot(part, tl.load(matrix + ffn * hidden + at, mask=inside, other=0.0), input_precision="ieee")
     kind = out.dtype.element_ty
+    if CLAMPED:
+        bias = biases + expert * 2 * ffn + column
+        gate += tl.load(bias, mask=column < ffn, other=0.0).to(tl.float32)
+        up += tl.load(bias + ffn, mask=column < ffn, other=0.0).to(tl.float32)
     gate, up = gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
-    tl.store(out + pair[:, None] * ffn + column, (silu * up).to(kind), mask=there & (column < ffn))
+    if CLAMPED:
+        gate, up = tl.minimum(gate, limit), tl.clamp(up, -limit, limit)
+        slope = (1.702 * gate).to(kind).to(tl.float32)
+        up = (up + 1.0).to(kind).to(tl.float32)
+    else:
+        slope = gate
+    activated = (gate / (1.0 + tl.exp(-slope))).to(kind).to(tl.float32)
+    tl.store(out + pair[:, None] * ffn + column, (activated * up).to(kind), mask=there & (column < ffn))
 
 
 @_for_any_count
@@ -180,13 +233,16 @@ def _down(
     order,
     expert_of,
     down,
+    biases,
     out,
+    share,
     pairs,
     hidden,
     ffn,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
+    CLAMPED: tl.constexpr,
 ):
     """Compute the last product of a block's pairs, some columns of it."""
     block = tl.program_id(1)
@@ -203,6 +259,8 @@ def _down(
         at, inside = column * ffn + depth[:, None], (column < hidden) & (depth < ffn)[:, None]
         part = tl.load(activated + pair * ffn + depth[None, :], mask=there & (depth < ffn)[None, :], other=0.0)
         total += tl.dot(part, tl.load(matrix + at, mask=inside, other=0.0), input_precision="ieee")
+    if CLAMPED:
+        total += share * tl.load(biases + expert * hidden + column, mask=column < hidden, other=0.0).to(tl.float32)
     tl.store(out + pair * hidden + column, total.to(out.dtype.element_ty), mask=there & (column < hidden))
 
 

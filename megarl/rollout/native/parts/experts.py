@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -64,11 +64,11 @@ class Weights(part.MLPWeights):
 
     def _computed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Add up what this rank's experts make of the tokens that chose them: [T, hidden] -> [T, hidden]."""
-        if self.graphs and kernels.on(x.device):
+        if kernels.on(x.device):
             from megarl.rollout.native.kernels.experts import mixture
 
-            sizes = dict(first=self._own.start, num_experts=self._moe.num_experts)
-            return mixture(x, weights, chosen, self._gate_up, self._down, **sizes)
+            kind = dict(first=self._own.start, num_experts=self._moe.num_experts, **self._glu())
+            return mixture(x, weights, chosen, self._gate_up, self._down, **kind)
         order = chosen.flatten().argsort(stable=True)  # (token, choice) pairs, expert by expert
         counts = chosen.flatten().bincount(minlength=self._moe.num_experts).tolist()
         pairs = order.split(counts)[self._own.start : self._own.stop]
@@ -80,6 +80,10 @@ class Weights(part.MLPWeights):
             outputs[own] = torch.cat(computed)
         # Not index_add: on a GPU that would add a token's experts in any order, and round each time differently.
         return (outputs.unflatten(0, weights.shape) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+
+    def _glu(self) -> dict[str, Any]:
+        """Describe the experts' activation to the kernel, if it is not silu."""
+        return {}
 
     def _expert(self, number: int, x: Tensor) -> Tensor:
         """Send tokens through one of the rank's experts: [T, hidden] -> [T, hidden]."""

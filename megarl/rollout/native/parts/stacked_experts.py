@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,8 +17,6 @@ from megarl.rollout.native.parts import experts as mixture
 class Weights(mixture.Weights):
     """Holds biases beside the matrices: of gate and up [experts, 2 * ffn / tp], of down [experts, hidden]."""
 
-    graphs: ClassVar = False  # computed one after another, with their counts on the host
-
     def __init__(self, kind: StackedExperts, weights: Mapping[str, Tensor], *, experts: ExpertPlace) -> None:
         super().__init__(kind, weights, experts=experts)
         _, gate_up, _, down = kind.all_in_engine
@@ -30,6 +28,12 @@ class Weights(mixture.Weights):
         count, (_, gate_up, _, down) = kind.moe.num_experts // ep, kind.all_in_engine
         biases = {gate_up: (count, 2 * kind.ffn_hidden_size * ep // tp), down: (count, hidden)}
         return mixture.Weights.shapes(kind, hidden, tp, ep) | biases
+
+    def _glu(self) -> dict[str, Any]:
+        from megarl.rollout.native.kernels.experts import ClampedGLU
+
+        biases = self._gate_up_bias, self._down_bias
+        return dict(clamped=ClampedGLU(*biases, limit=self._limit, share=1 / self._tp))
 
     def _expert(self, number: int, x: Tensor) -> Tensor:
         gate, up = F.linear(x, self._gate_up[number], self._gate_up_bias[number]).chunk(2, dim=-1)
