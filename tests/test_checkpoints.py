@@ -234,6 +234,7 @@ def _tensors(folder: str) -> dict[str, torch.Tensor]:
 def _layouts(run_dir: str, cases: list[Case], arch: Architecture = FIVE_LAYERS) -> list[Any]:
     """Trained and saved in the first layout, then read and saved again in each; the last word of each on this rank."""
     written, before, there = [], "", _children()  # other tests of these ranks may have left some
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # Megatron-Core wants it with the next line
     torch.use_deterministic_algorithms(True)  # memory that nobody has written is NaN then
     try:
         for step, case in enumerate(cases, 1):
@@ -404,18 +405,19 @@ def test_experts_are_read_grouped_or_one_by_one(ranks: Ranks, tmp_path: Path, ar
     assert ranks.run(1, _layouts, str(tmp_path), [Case(), one_by_one, Case()], arch)[0][0] == [True] * 2
 
 
-@pytest.mark.parametrize("arch", [SOME_WITH_EXPERTS, LATENT, LINEAR], ids=lambda arch: arch.family)
+@pytest.mark.parametrize("arch", quick([SOME_WITH_EXPERTS, LATENT, LINEAR], 0), ids=lambda arch: arch.family)
 def test_layers_of_two_kinds_are_read_in_any_layout(ranks: Ranks, tmp_path: Path, arch: Architecture) -> None:
     cases = [Case(dp=4, ep=2), Case(tp=2, pp=2, sequence_parallel=True), Case(pp=2, dp=2, ep=2, chunks=2)]
     assert ranks.run(4, _layouts, str(tmp_path), cases, arch)[0][0] == [True] * 2
 
 
-@pytest.mark.parametrize("arch", quick([WINDOWS, NORMS_BEHIND], 0), ids=lambda arch: arch.family)
+@pytest.mark.parametrize("arch", quick([WINDOWS, NORMS_BEHIND]), ids=lambda arch: arch.family)
 def test_dense_layers_of_other_kinds_are_read_in_any_layout(ranks: Ranks, tmp_path: Path, arch: Architecture) -> None:
     cases = [Case(tp=2, pp=2, sequence_parallel=True), Case(tp=4), Case(pp=2, dp=2, chunks=2)]
     assert ranks.run(4, _layouts, str(tmp_path), cases, arch)[0][0] == [True] * 2
 
 
+@pytest.mark.slow
 def test_layers_with_sinks_are_read_in_any_layout(ranks: Ranks, tmp_path: Path) -> None:
     cases = [Case(dp=4, ep=2), Case(tp=2, pp=2, etp=1, sequence_parallel=True), Case(pp=2, dp=2, ep=2, chunks=2)]
     assert ranks.run(4, _layouts, str(tmp_path), cases, SINKS)[0][0] == [True] * 2

@@ -156,6 +156,7 @@ def test_configurations_are_printed(tmp_path: Path, capsys: pytest.CaptureFixtur
     )
 
 
+@pytest.mark.slow
 def test_a_run_s_configuration_is_compared(small: TrainedRun, capsys: pytest.CaptureFixture[str]) -> None:
     lines = lines_of(capsys, "config", "diff", str(small.folder / "run"), str(small.config))
     assert lines == []

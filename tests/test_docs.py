@@ -25,6 +25,8 @@ from megarl.rewards.registry import names
 from megarl.telemetry.metrics import METRICS
 from megarl_docs import algorithms, cells, commands, formulas, keys, migration, plans, tables
 
+pytestmark = pytest.mark.slow  # launch/test.sh builds the site in any case
+
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:

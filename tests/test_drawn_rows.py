@@ -337,7 +337,7 @@ def test_special_tokens_are_counted(tmp_path: Path, tokenizer: str, later: None)
     assert examples.remarks[0].startswith("remark: data.train_files: 2 of 9 rows spell special tokens of the tokenizer")
 
 
-@pytest.mark.parametrize("filter_overlong", [False, True])
+@pytest.mark.parametrize("filter_overlong", quick([False, True], 1))
 def test_a_long_wait_says_what_would_shorten_it(
     tmp_path: Path,
     tokenizer: str,

@@ -154,6 +154,7 @@ def test_one_rank_answers_for_a_run_whose_experts_were_dealt_out(tmp_path: Path)
     assert (train_layout(answering).ep, generation_layout(answering).ep) == (1, 1)
 
 
+@pytest.mark.slow
 def test_the_eval_command(folder: Path) -> None:
     """In a process of its own, on two ranks; a second one takes a folder of its own, and fails cleanly if it must."""
     run = folder / "run"

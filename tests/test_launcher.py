@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 from ranks import free_port
+from selection import quick
 
 from megarl.endings import ExitCode
 from megarl.launcher import _folder, launch
@@ -258,7 +259,7 @@ DIFFERENT = [
 ]
 
 
-@pytest.mark.parametrize(("change", "said"), DIFFERENT, ids=["nproc", "nnodes", "configuration"])
+@pytest.mark.parametrize(("change", "said"), quick(DIFFERENT, 2), ids=["nproc", "nnodes", "configuration"])
 def test_nodes_that_were_started_with_different_things(change: dict[str, Any], said: str) -> None:
     """Each says so in one line, before any rank starts."""
     first = Node(nproc=1, nnodes=2, master_port=free_port(), same={"configuration": "a"})

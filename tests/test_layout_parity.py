@@ -60,9 +60,7 @@ def plain(ranks: Ranks) -> dict[str, list[tuple[float, float]]]:
     return {loss: ranks.run(1, train, Case(), 3, loss)[0] for loss in ("supervised", "policy")}
 
 
-@pytest.mark.parametrize(
-    "case", quick(CASES, 3, 5, 7, 9, 10, 14), ids=lambda case: case.name + "-".join(map(str, case.config))
-)
+@pytest.mark.parametrize("case", quick(CASES, 5, 9, 14), ids=lambda case: case.name + "-".join(map(str, case.config)))
 @pytest.mark.parametrize("loss", [pytest.param("supervised", marks=pytest.mark.slow), "policy"])
 def test_loss_and_gradient_norm_agree(
     ranks: Ranks, plain: dict[str, list[tuple[float, float]]], case: Case, loss: str
@@ -87,7 +85,7 @@ def plain_of_seven(ranks: Ranks) -> list[tuple[float, float]]:
     return ranks.run(1, train, Case(), 3, "policy", SEVEN)[0]
 
 
-@pytest.mark.parametrize("case", UNEVEN_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", quick(UNEVEN_CASES, 1), ids=lambda case: case.name)
 def test_stages_may_differ_by_a_layer(ranks: Ranks, plain_of_seven: list[tuple[float, float]], case: Case) -> None:
     for history in ranks.run(case.world, train, case, 3, "policy", SEVEN):
         for got, want in zip(history, plain_of_seven, strict=True):
@@ -103,7 +101,7 @@ SPLIT_CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", SPLIT_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", quick(SPLIT_CASES, 1, 2), ids=lambda case: case.name)
 def test_stages_may_have_any_layers(ranks: Ranks, plain_of_seven: list[tuple[float, float]], case: Case) -> None:
     """Stages of the embedding alone and of the loss alone among them."""
     for history in ranks.run(case.world, train, case, 3, "policy", SEVEN):
@@ -143,7 +141,7 @@ def plain_with_experts(ranks: Ranks) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize(
-    "case", quick(EXPERT_CASES, 1, 3, 6, 11), ids=lambda case: case.name + "-".join(map(str, case.config))
+    "case", quick(EXPERT_CASES, 3, 11), ids=lambda case: case.name + "-".join(map(str, case.config))
 )
 def test_loss_and_gradient_norm_agree_with_experts(
     ranks: Ranks, plain_with_experts: list[tuple[float, float]], case: Case
@@ -177,9 +175,7 @@ def plain_mixed(ranks: Ranks, request: pytest.FixtureRequest) -> tuple[Architect
     return request.param, ranks.run(1, _train_with_biases, Case(), request.param)[0][0]
 
 
-@pytest.mark.parametrize(
-    "case", quick(MIXED_CASES, 0, 1, 2), ids=lambda case: case.name + "-".join(map(str, case.config))
-)
+@pytest.mark.parametrize("case", quick(MIXED_CASES, 1), ids=lambda case: case.name + "-".join(map(str, case.config)))
 def test_loss_and_gradient_norm_agree_with_layers_of_two_kinds(
     ranks: Ranks, plain_mixed: tuple[Architecture, list[tuple[float, float]]], case: Case
 ) -> None:
@@ -199,7 +195,7 @@ def plain_latent(ranks: Ranks) -> list[tuple[float, float]]:
     return ranks.run(1, train, Case(), 3, "policy", DENSE_LATENT)[0]
 
 
-@pytest.mark.parametrize("case", LATENT_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", quick(LATENT_CASES, 0), ids=lambda case: case.name)
 def test_loss_and_gradient_norm_agree_with_latent_attention(
     ranks: Ranks, plain_latent: list[tuple[float, float]], case: Case
 ) -> None:
@@ -223,9 +219,7 @@ def plain_windows(ranks: Ranks) -> list[tuple[float, float]]:
     return ranks.run(1, train, Case(), 3, "policy", WINDOWS)[0]
 
 
-@pytest.mark.parametrize(
-    "case", quick(WINDOW_CASES, 0, 1, 2), ids=lambda case: case.name + "-".join(map(str, case.config))
-)
+@pytest.mark.parametrize("case", quick(WINDOW_CASES, 0), ids=lambda case: case.name + "-".join(map(str, case.config)))
 def test_loss_and_gradient_norm_agree_with_windows(
     ranks: Ranks, plain_windows: list[tuple[float, float]], case: Case
 ) -> None:
@@ -261,9 +255,7 @@ def plain_sinks(ranks: Ranks) -> list[tuple[float, float]]:
     return ranks.run(1, train, Case(), 3, "policy", SINKS)[0]
 
 
-@pytest.mark.parametrize(
-    "case", quick(SINK_CASES, 0, 1, 2), ids=lambda case: case.name + "-".join(map(str, case.config))
-)
+@pytest.mark.parametrize("case", quick(SINK_CASES, 0), ids=lambda case: case.name + "-".join(map(str, case.config)))
 def test_loss_and_gradient_norm_agree_with_sinks(
     ranks: Ranks, plain_sinks: list[tuple[float, float]], case: Case
 ) -> None:
@@ -291,7 +283,7 @@ def plain_linear(ranks: Ranks) -> dict[Architecture, list[tuple[float, float]]]:
 
 
 @pytest.mark.parametrize(
-    ("arch", "case"), quick(LINEAR_CASES, 0, 2), ids=[f"{case.name}-{i}" for i, (_, case) in enumerate(LINEAR_CASES)]
+    ("arch", "case"), quick(LINEAR_CASES, 2), ids=[f"{case.name}-{i}" for i, (_, case) in enumerate(LINEAR_CASES)]
 )
 def test_loss_and_gradient_norm_agree_with_linear_attention(
     ranks: Ranks, plain_linear: dict[Architecture, list[tuple[float, float]]], arch: Architecture, case: Case

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from selection import quick
 from tiny_engines import GREEDY, GROUPS, assert_same, engine_of, prompts_of, text_of
 from tiny_families import ARCHITECTURES
 
@@ -113,15 +114,19 @@ def test_the_youngest_is_cut_short_and_enters_again_with_its_response() -> None:
 
 @pytest.mark.parametrize(
     ("family", "blocks"),
-    [
-        ("qwen3", 7),
-        ("qwen3", 10),
-        ("qwen3", 16),
-        ("gemma3_text", 10),
-        ("gpt_oss", 10),
-        ("deepseek_v3_yarn", 10),
-        ("qwen3_next", 10),
-    ],
+    quick(
+        [
+            ("qwen3", 7),
+            ("qwen3", 10),
+            ("qwen3", 16),
+            ("gemma3_text", 10),
+            ("gpt_oss", 10),
+            ("deepseek_v3_yarn", 10),
+            ("qwen3_next", 10),
+        ],
+        0,
+        6,
+    ),
 )
 def test_running_out_of_blocks_does_not_change_completions(
     monkeypatch: pytest.MonkeyPatch, family: str, blocks: int

@@ -202,6 +202,7 @@ def test_a_reward_model_ranks_and_is_exported(ranks: Ranks, tmp_path: Path) -> N
     assert metrics_of(second)[0]["val/loss"] == pytest.approx(last["val/loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_reward_model_begins_at_0_where_the_folder_has_no_score(ranks: Ranks, tmp_path: Path) -> None:
     language, scores = tmp_path / "language", tmp_path / "scores"
     language.mkdir()

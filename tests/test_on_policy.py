@@ -60,7 +60,7 @@ def _first_update(case: Case) -> tuple[dict[str, float], float]:
     [
         Case(),
         pytest.param(Case(tp=2, pp=2, sequence_parallel=True), marks=pytest.mark.slow),
-        Case(pp=2, dp=2),
+        pytest.param(Case(pp=2, dp=2), marks=pytest.mark.slow),
         Case(tp=2, packed=False),
     ],
     ids=lambda case: case.name,
@@ -163,7 +163,7 @@ MIXED = [
 ]
 
 
-@pytest.mark.parametrize("arch", [SOME_WITH_EXPERTS, LATENT, LINEAR], ids=lambda arch: arch.family)
+@pytest.mark.parametrize("arch", quick([SOME_WITH_EXPERTS, LATENT, LINEAR], 2), ids=lambda arch: arch.family)
 @pytest.mark.parametrize("dtype", quick(["float32", "bfloat16"], 0))
 def test_engine_log_probs_with_layers_of_two_kinds(
     ranks: Ranks, dtype: Literal["float32", "bfloat16"], arch: Architecture
@@ -178,7 +178,7 @@ def test_engine_log_probs_with_layers_of_two_kinds(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "arch"), quick([("float32", WINDOWS), ("float32", NORMS_BEHIND), ("bfloat16", WINDOWS)], 0)
+    ("dtype", "arch"), quick([("float32", WINDOWS), ("float32", NORMS_BEHIND), ("bfloat16", WINDOWS)])
 )
 def test_engine_log_probs_of_other_dense_layers(
     ranks: Ranks, dtype: Literal["float32", "bfloat16"], arch: Architecture
@@ -197,6 +197,7 @@ def test_engine_log_probs_of_other_dense_layers(
     assert len(responses) == 1 or dtype == "bfloat16"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", quick(["float32", "bfloat16"], 0))
 def test_engine_log_probs_with_sinks(ranks: Ranks, dtype: Literal["float32", "bfloat16"]) -> None:
     """The engine has the experts of a layer in one tensor, and training each in its own."""

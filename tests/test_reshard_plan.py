@@ -147,6 +147,7 @@ def test_every_destination_element_is_written_exactly_once(case: Case) -> None:
             assert (count == 1).all(), name
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(cases())
 def test_the_plan_is_that_of_planning_every_layer_and_expert(case: Case) -> None:
@@ -288,6 +289,7 @@ def test_sources_hold_what_they_send_and_both_ends_agree(case: Case) -> None:
                 assert rank in getattr(plans[peer], receives)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(cases())
 def test_what_replicas_of_a_node_share_comes_from_other_nodes_once(case: Case) -> None:

@@ -327,6 +327,7 @@ def starts(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*-of-*"))
 
 
+@pytest.mark.slow
 def test_nodes_meet_again_after_a_rank_was_lost(tmp_path: Path) -> None:
     dies = "if rank == '1' and start == 0: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(999 * (start == 0))"
     (first, said), (second, _) = ends_of(launchers(tmp_path, dies, least=2))

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Ranks
+from selection import quick
 from test_native_paging import _check_blocks
 from tiny_engines import GREEDY, GROUPS, MIXED, SAMPLED, assert_same, engine_of, prompts_of, text_of
 from tiny_families import ARCHITECTURES
@@ -138,7 +139,7 @@ def _turns(engine: NativeEngine, prompts: list[list[int]], *, keep: bool, turns:
     engine.interrupt()
 
 
-@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("family", quick(ARCHITECTURES, *range(0, len(ARCHITECTURES), 3)))
 def test_a_turn_in_a_kept_cache_equals_one_that_is_computed_anew(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     arch, computed = ARCHITECTURES[family], list[int]()
     prefill = NativeEngine._prefill

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Ranks
 from run_cases import run_here
+from selection import quick
 from tiny_run import TrainedRun, megarl
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -88,7 +89,7 @@ PUT = [
 ]
 
 
-@pytest.mark.parametrize(("put", "said"), PUT, ids=["metadata", "object", "common"])
+@pytest.mark.parametrize(("put", "said"), quick(PUT, 2), ids=["metadata", "object", "common"])
 def test_a_resumed_checkpoint_runs_no_code(
     ranks: Ranks, small: TrainedRun, tmp_path: Path, put: Callable[[Path, Any], None], said: str
 ) -> None:
@@ -111,6 +112,7 @@ def test_a_run_that_begins_with_a_stranger_s_weights_runs_no_code(
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_what_layers_would_unpickle_is_not_read(ranks: Ranks, small: TrainedRun, tmp_path: Path) -> None:
     folder = stranger_s(small, tmp_path, in_an_extra_state)
     begins = [f"actor_rollout_ref.model.checkpoint={folder}", "actor_rollout_ref.model.random_init=false"]

@@ -99,7 +99,7 @@ def plain(ranks: Ranks) -> dict[tuple[Architecture, str], History]:
 
 @pytest.mark.parametrize(
     "pair",
-    [Pair(actor=SQUARE, critic=Case(dp=4)), *(pytest.param(pair, marks=pytest.mark.slow) for pair in PAIRS)],
+    quick([Pair(actor=SQUARE, critic=Case(dp=4)), *PAIRS]),
     ids=lambda pair: pair.name,
 )
 def test_both_train_as_on_one_rank(ranks: Ranks, plain: dict[Any, History], pair: Pair) -> None:

@@ -201,11 +201,13 @@ class PlainMegatron:
     def __init__(self, actor: Actor, batch: Batch, micro_batches: MicroBatches) -> None:
         groups, arch = actor.groups, actor.arch
         self.config = copy.copy(actor.transformer_config)
+        self.config.finalize_model_grads_func = None  # Megatron-Core copies all of the configuration for experts
         (chunk,) = build_chunks(arch, self.config, groups, actor.layers, model_class=GPTModel)
         chunk.load_state_dict(actor.chunks[0].state_dict())
         ddp_config = actor.ddp[0].ddp_config
         self.model = DistributedDataParallel(self.config, ddp_config, chunk, pg_collection=groups.pgs)
         self.config.no_sync_func = self.model.no_sync if ddp_config.overlap_grad_reduce else None
+        self.config.finalize_model_grads_func = actor.transformer_config.finalize_model_grads_func
         self.groups, self.tokens = groups, len(batch.tokens)
         form: Any = dict(packed=actor.packed, shard=SequenceShard(tp=groups.layout.tp), device=groups.world.device)
         self.inputs = [make_micro_batch(batch, sequences, **form) for sequences in micro_batches]
