@@ -70,6 +70,29 @@ def test_loss_and_gradient_norm_agree(
             assert got == pytest.approx(want, rel=1e-5, abs=1e-7)
 
 
+CONTEXT_CASES = [
+    Case(cp=2),
+    Case(cp=2, packed=False),
+    Case(cp=4),
+    Case(tp=2, cp=2, sequence_parallel=True),
+    Case(pp=2, cp=2, chunks=2),
+    Case(cp=2, dp=2, config={"actor": {"megatron": {"overlap_grad_reduce": True, "overlap_param_gather": True}}}),
+    Case(cp=2, config={"model": {"dtype": "float32", "enable_gradient_checkpointing": True}}),
+    Case(tp=2, cp=2, sequence_parallel=True, packed=False),
+]
+
+
+@pytest.mark.parametrize("case", quick(CONTEXT_CASES, 2), ids=lambda case: case.name + "-".join(map(str, case.config)))
+@pytest.mark.parametrize("loss", [pytest.param("supervised", marks=pytest.mark.slow), "policy"])
+def test_loss_and_gradient_norm_agree_with_context_parallelism(
+    ranks: Ranks, plain: dict[str, list[tuple[float, float]]], case: Case, loss: str
+) -> None:
+    """Of four ranks two have the same KV head."""
+    for history in ranks.run(case.world, train, case, 3, loss):
+        for got, want in zip(history, plain[loss], strict=True):
+            assert got == pytest.approx(want, rel=1e-5, abs=1e-7)
+
+
 RECOMPUTED = {"model": {"dtype": "float32", "enable_gradient_checkpointing": True}}
 SEVEN = changed(ARCH, num_layers=7)
 UNEVEN_CASES = [

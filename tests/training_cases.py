@@ -150,6 +150,7 @@ class Case:
     dp: int = 1
     chunks: int = 1
     gen_tp: int = 1
+    cp: int = 1
     ep: int = 1
     etp: int | None = None
     split: str = ""
@@ -159,11 +160,12 @@ class Case:
 
     @property
     def world(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.cp * self.dp
 
     @property
     def name(self) -> str:
         tags = [
+            f"cp{self.cp}" * (self.cp > 1),
             f"x{self.chunks}" * (self.chunks > 1),
             self.split,
             "sp" * self.sequence_parallel,
@@ -250,7 +252,8 @@ def beside(
 def layout_of(case: Case) -> TrainLayout:
     ranks = range(dist.get_world_size())
     split = PipelineSplit(pipeline_model_parallel_layout=case.split)
-    return TrainLayout(ranks=ranks, tp=case.tp, pp=case.pp, chunks=case.chunks, ep=case.ep, etp=case.etp, split=split)
+    sizes = dict(tp=case.tp, pp=case.pp, cp=case.cp, chunks=case.chunks, ep=case.ep, etp=case.etp)
+    return TrainLayout(ranks=ranks, split=split, **sizes)
 
 
 def _model_in(

@@ -85,6 +85,11 @@ class MegatronConfig(Section):
         "and 3 layers (t), 29 stages of 2 layers, and the loss (L); twice as many stages as "
         "pipeline_model_parallel_size are 2 chunks for each",
     )
+    context_parallel_size: Size = Field(
+        1,
+        ge=1,
+        description="ranks that share each sequence: a part of its tokens on each, and in attention of its heads",
+    )
     expert_model_parallel_size: Size = Field(
         1, ge=1, description="ranks over which the experts of a layer are dealt out; data-parallel ranks are among them"
     )
@@ -136,7 +141,19 @@ class BatchingConfig(Section):
 
     ppo_micro_batch_size_per_gpu: Size = Field(8, ge=1, description="sequences per micro-batch without use_dynamic_bsz")
     use_dynamic_bsz: bool = Field(True, description="fill each micro-batch up to a number of tokens")
-    ppo_max_token_len_per_gpu: Whole = Field(16_384, ge=1, description="tokens per micro-batch with use_dynamic_bsz")
+    ppo_max_token_len_per_gpu: Whole = Field(
+        16_384, ge=1, description="tokens per micro-batch and context-parallel rank with use_dynamic_bsz"
+    )
+
+    def most_tokens(self, megatron: MegatronConfig) -> int:
+        """Count the tokens that a micro-batch may have with use_dynamic_bsz, over all its context-parallel ranks."""
+        return self.ppo_max_token_len_per_gpu * megatron.context_parallel_size
+
+    def limit(self, role: str, megatron: MegatronConfig) -> str:
+        """Name the keys that set `most_tokens`, with their values."""
+        ranks = megatron.context_parallel_size
+        times = f" x context_parallel_size = {ranks}" if ranks > 1 else ""
+        return f"{role}.ppo_max_token_len_per_gpu = {self.ppo_max_token_len_per_gpu}{times}"
 
 
 class ActorConfig(BatchingConfig):

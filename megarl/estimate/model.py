@@ -57,16 +57,21 @@ class ModelJob:
     def sequence_parallel(self) -> bool:
         return self.megatron.sequence_parallel and self.layout.tp > 1
 
+    @property
+    def most_tokens(self) -> int:
+        """Count the tokens that a micro-batch may have with use_dynamic_bsz, over all its context-parallel ranks."""
+        return self.batching.most_tokens(self.megatron)
+
     def micro_batches(self, sequences: int, tokens_per_sequence: float) -> int:
         """Count the micro-batches on a data-parallel rank, of so many sequences of that length over all ranks."""
         per_micro_batch = self.batching.ppo_micro_batch_size_per_gpu
         if self.batching.use_dynamic_bsz:
-            per_micro_batch = max(1, int(self.batching.ppo_max_token_len_per_gpu / tokens_per_sequence))
+            per_micro_batch = max(1, int(self.most_tokens / tokens_per_sequence))
         return math.ceil(self._on_a_rank(sequences) / per_micro_batch)
 
     def micro_batch_tokens(self, sequences: int) -> int:
-        """Count the tokens of the largest micro-batch of so many sequences over all ranks."""
-        longest, limit = self.config.data.max_sequence_length, self.batching.ppo_max_token_len_per_gpu
+        """Count the tokens of the largest micro-batch, of so many sequences over all ranks, on all cp ranks together."""
+        longest, limit = self.config.data.max_sequence_length, self.most_tokens
         if not self.batching.use_dynamic_bsz:
             limit = self.batching.ppo_micro_batch_size_per_gpu * longest
         return min(limit, self._on_a_rank(sequences) * longest)

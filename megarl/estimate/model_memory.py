@@ -157,7 +157,7 @@ def _pass(model: ModelJob, stage: int, sequences: int, kept: float) -> Items:
     Args:
         kept: elements per token.
     """
-    tokens = model.micro_batch_tokens(sequences)
+    tokens = -(-model.micro_batch_tokens(sequences) // model.layout.cp)
     items = {"activations": int(model.itemsize * tokens * kept)}
     if stage < model.layout.pp - 1 or model.arch.output == "scalar":
         return items

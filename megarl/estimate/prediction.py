@@ -230,10 +230,10 @@ def _pipeline_warnings(model: ModelJob, lengths: Lengths) -> Iterator[str]:
 
 def _packing_hints(model: ModelJob) -> Iterator[str]:
     """A micro-batch for one of the longest sequences and a part of another is mostly filled with one."""
-    longest, limit = model.config.data.max_sequence_length, model.batching.ppo_max_token_len_per_gpu
+    longest, limit = model.config.data.max_sequence_length, model.most_tokens
     filled = model.micro_batch_tokens(model.forward_batch) == limit
     if model.batching.use_dynamic_bsz and filled and limit < 2 * longest:
         yield (
-            f"{model.role}.ppo_max_token_len_per_gpu = {limit} is less than two of the longest sequences, 2 x "
+            f"{model.batching.limit(model.role, model.megatron)} is less than two of the longest sequences, 2 x "
             f"{longest} tokens: where memory allows, more lets sequences fill micro-batches"
         )

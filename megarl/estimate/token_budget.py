@@ -32,7 +32,7 @@ def largest_token_budget(job: Job, accelerator: Accelerator, stages: Sequence[St
     if not job.actor.batching.use_dynamic_bsz:
         return None
     room = (1 - RESERVE) * accelerator.memory
-    everything = _with(job.actor, tokens=10**12).micro_batch_tokens(job.actor.forward_batch)
+    everything = -(-_with(job.actor, tokens=10**12).micro_batch_tokens(job.actor.forward_batch) // job.actor.layout.cp)
     fits, too_many = 0, everything // STEP + 1
     while too_many - fits > 1:
         middle = (fits + too_many) // 2

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -17,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from megarl.models.exchange import all_tokens_of_some_heads, some_tokens_of_all_heads
 from megarl.models.norm import HeadsNorm, RMSNorm
 from megarl.models.packed_attention import packed_attention, padded_attention
 from megarl.models.parts.grouped_query import GroupedQuery
@@ -31,7 +33,7 @@ class PackedSequences(PackedSeqParams):
 
     Attributes:
         lengths: tokens of each sequence; on the host.
-        positions: int64 [tokens], each token's place in its sequence.
+        positions: int64 [tokens], the place in its sequence of each token that this rank has.
         slots: int64 [tokens], each token's place in the padded [sequences * longest] view.
     """
 
@@ -40,8 +42,12 @@ class PackedSequences(PackedSeqParams):
     slots: Tensor | None = None
 
 
-def packed_sequences(lengths: list[int], device: torch.device) -> PackedSequences:
-    """Describe sequences that lie one after another in one row of tokens."""
+def packed_sequences(lengths: list[int], device: torch.device, own: tuple[int, int] | None = None) -> PackedSequences:
+    """Describe sequences that lie one after another in one row of tokens.
+
+    Args:
+        own: the first of the tokens that this rank has, and the one after the last; None: it has all.
+    """
     longest = max(lengths)
     cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     positions = torch.cat([torch.arange(n) for n in lengths])
@@ -54,7 +60,7 @@ def packed_sequences(lengths: list[int], device: torch.device) -> PackedSequence
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         lengths=tuple(lengths),
-        positions=upload(positions, device),
+        positions=upload(positions if own is None else positions[slice(*own)], device),
         slots=upload(row * longest + positions, device),
     )
 
@@ -74,10 +80,13 @@ class CausalAttention(torch.nn.Module):
         layer_number: int,
         attn_mask_type: AttnMaskType,
         attention_type: str,
+        *,
+        pg_collection: ProcessGroupCollection,
         **_: Any,
     ) -> None:
         super().__init__()
         assert attn_mask_type == AttnMaskType.causal and attention_type == "self"
+        self.cp_group = pg_collection.cp
 
     def forward(
         self,
@@ -89,23 +98,27 @@ class CausalAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
-        """Attend: query [tokens, heads, dim] packed or [length, batch, heads, dim] -> the same, heads * dim last."""
+        """Attend: query [tokens, heads, dim] packed or [length, batch, heads, dim] -> the same, heads * dim last.
+
+        Context-parallel ranks have some tokens with all heads, and attend over all tokens with some heads.
+        """
         assert attention_mask is None and attention_bias is None, "causal masks only"
         query, key = self.rotated(query, key, packed_seq_params)
+        query, key, value = all_tokens_of_some_heads((query, key, value), self.cp_group)
         if packed_seq_params is None:
-            out = padded_attention(*(x.transpose(0, 1) for x in (query, key, value)), **self.rule)
-            return out.transpose(0, 1).flatten(2)
-        assert packed_seq_params.slots is not None
-        out = packed_attention(
-            query,
-            key,
-            value,
-            cu_seqlens=packed_seq_params.cu_seqlens_q,
-            longest=packed_seq_params.max_seqlen_q,
-            slots=packed_seq_params.slots,
-            **self.rule,
-        )
-        return out.flatten(1)
+            out = padded_attention(*(x.transpose(0, 1) for x in (query, key, value)), **self.rule).transpose(0, 1)
+        else:
+            assert packed_seq_params.slots is not None
+            out = packed_attention(
+                query,
+                key,
+                value,
+                cu_seqlens=packed_seq_params.cu_seqlens_q,
+                longest=packed_seq_params.max_seqlen_q,
+                slots=packed_seq_params.slots,
+                **self.rule,
+            )
+        return some_tokens_of_all_heads(out, self.cp_group).flatten(-2)
 
     def rotated(self, query: Tensor, key: Tensor, packed: PackedSequences | None) -> tuple[Tensor, Tensor]:
         """Rotate queries and keys that are not rotated yet; first normalise them, where Megatron-Core has not."""
@@ -125,7 +138,7 @@ class TorchAttention(CausalAttention):
     def __init__(
         self, config: TransformerConfig, *args: Any, pg_collection: ProcessGroupCollection, **more: Any
     ) -> None:
-        super().__init__(config, *args, **more)
+        super().__init__(config, *args, pg_collection=pg_collection, **more)
         self._tp_group = pg_collection.tp
         self.sinks: Tensor | None = None
         if self.attention.sinks:
@@ -153,13 +166,14 @@ class TorchAttention(CausalAttention):
     @property
     def rule(self) -> dict[str, Any]:
         """See `CausalAttention.rule`."""
-        return dict(window=self.attention.sliding_window, scale=self.attention.softmax_scale, sinks=self.sinks)
+        sinks = None if self.sinks is None else self.sinks.chunk(self.cp_group.size())[self.cp_group.rank()]
+        return dict(window=self.attention.sliding_window, scale=self.attention.softmax_scale, sinks=sinks)
 
     def rotated(self, query: Tensor, key: Tensor, packed: PackedSequences | None) -> tuple[Tensor, Tensor]:
         """See `CausalAttention.rotated`."""
         if self.attention.norm_over_heads:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
-        cos_sin = cos_sin_of(self.attention, query, packed)
+        cos_sin = cos_sin_of(self.attention, query, packed, self.cp_group)
         return rotate(query, cos_sin), rotate(key, cos_sin)
 
 
@@ -177,14 +191,19 @@ class GatedSelfAttention(SelfAttention):
         return query, key, value, gate[:, :, part * heads : (part + 1) * heads]
 
 
-def cos_sin_of(attention: Rotary, tokens: Tensor, packed: PackedSequences | None) -> Tensor:
+def cos_sin_of(
+    attention: Rotary, tokens: Tensor, packed: PackedSequences | None, cp_group: dist.ProcessGroup
+) -> Tensor:
     """Take the rows of the rotary table for tokens [tokens, ...] packed or [length, batch, ...], as `rotate` has them.
+
+    Args:
+        cp_group: ranks that have the tokens before these, and those after them.
 
     Returns: float32 [tokens, 2, rotary_dim / 2], or [length * batch, 2, rotary_dim / 2].
     """
     if packed is None:
-        length, batch = tokens.shape[:2]
-        return _cached_rope(attention, length, tokens.device).repeat_interleave(batch, 0)
+        (length, batch), before = tokens.shape[:2], cp_group.rank() * len(tokens)
+        return _cached_rope(attention, before + length, tokens.device)[before:].repeat_interleave(batch, 0)
     assert packed.positions is not None
     return _cached_rope(attention, packed.max_seqlen_q, tokens.device)[packed.positions]
 

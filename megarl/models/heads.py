@@ -36,7 +36,8 @@ class Passed:
     """Holds the results of a micro-batch's pass.
 
     Attributes:
-        losses: of one part of the micro-batch after the other; none of a pass without a loss.
+        losses: of one part of the micro-batch after the other; none of a pass without a loss, nor of one that another
+            context-parallel rank reports.
         outputs: what the head computed, float32 [R] or [S].
         places: int64, where those belong in the batch: tokens or sequences; on the host.
     """
@@ -63,13 +64,14 @@ class LMHead:
     def loss(self, hidden: Tensor, weight: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, Passed]:
         if scope_of(loss) != "token":
             logp, entropy = self._log_probs(hidden, weight, micro)
-            return _whole(loss, micro, logp, micro.index, entropy)
+            return _whole(loss, micro, logp, self.per, entropy)
         losses: list[LossOutput] = []
+        columns = micro.at_own_tokens()
         outputs = torch.empty(len(micro.labels), dtype=torch.float32, device=hidden.device)
 
         def of_chunk(logp: Tensor, entropy: Tensor, part: slice) -> Tensor:
             outputs[part] = logp.detach()
-            values = {name: column[part] for name, column in micro.columns.items()}
+            values = {name: column[part] for name, column in columns.items()}
             x = LossInput(output=logp, entropy=entropy, weights=values.pop("weights"), columns=values)
             losses.append(loss(x.weighted()))
             return losses[-1].loss
@@ -99,18 +101,27 @@ class ScalarHead:
         return torch.nn.functional.linear(states.float(), weight.float()).squeeze(-1)
 
     def loss(self, hidden: Tensor, weight: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, Passed]:
-        places = micro.index if self.per == "token" else micro.sequences
-        return _whole(loss, micro, self.outputs(hidden, weight, micro), places)
+        return _whole(loss, micro, self.outputs(hidden, weight, micro), self.per)
 
 
 def _whole(
-    loss: Loss, micro: MicroBatch, output: Tensor, places: Tensor, entropy: Tensor | None = None
+    loss: Loss, micro: MicroBatch, output: Tensor, per: Literal["token", "sequence"], entropy: Tensor | None = None
 ) -> tuple[Tensor, Passed]:
-    columns = {**micro.columns, **micro.sequence_columns}
+    """Compute a loss that sees all of a micro-batch, also where context-parallel ranks have parts of it.
+
+    These gather the outputs, a number each, and compute the same.
+    """
+    own, part, columns = output.detach(), micro.part, {**micro.columns, **micro.sequence_columns}
     weights = columns.pop("weights")
+    if part is not None:
+        where = part.tokens if per == "token" else part.sequences
+        output = part.gathered(output, where, len(weights))
+        entropy = None if entropy is None else part.gathered(entropy, where, len(weights))
     x = LossInput(output=output, entropy=entropy, weights=weights, columns=columns, lengths=micro.trained)
     out = loss(x.weighted())
-    return out.loss, Passed(losses=[out], outputs=output.detach(), places=places)
+    reported = [out] if part is None or part.is_first else []
+    places = micro.index if per == "token" else micro.sequences
+    return out.loss, Passed(losses=reported, outputs=own, places=places)
 
 
 def _states(hidden: Tensor, positions: Tensor) -> Tensor:

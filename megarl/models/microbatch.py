@@ -1,11 +1,16 @@
-"""Collates sequences of a batch into the tensors of one forward pass, packed or padded."""
+"""Collates sequences of a batch into the tensors of one forward pass, packed or padded.
+
+With context parallelism a rank gets neighbouring columns of the row, or rows, which all its ranks make alike.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megarl.models.attention import PackedSequences, packed_sequences
@@ -17,6 +22,9 @@ from megarl.types import Batch
 class MicroBatch:
     """Holds one forward pass over S sequences with R trained tokens; L tokens in B rows (B = 1 when packed).
 
+    With context parallelism this rank has L of the row's columns, the states before R of its trained tokens and the
+    last tokens of S of its sequences; all of the micro-batch's are in `columns`, `sequence_columns` and `trained`.
+
     Attributes:
         tokens: int64 [B, L].
         position_ids: int64 [B, L].
@@ -27,10 +35,11 @@ class MicroBatch:
         cells: int64 [L * B], the places in `Batch.tokens` of the flattened positions, -1 at padding; on the host.
         last: int64 [S], positions in the flattened hidden states of each sequence's last token.
         sequences: int64 [S], their places in the batch; on the host.
-        trained: int64 [S], trained tokens of each sequence.
-        columns: float32 [R] each, values of the batch at those tokens.
-        sequence_columns: float32 [S] each, values of the batch for those sequences.
+        trained: int64, trained tokens of each sequence of the micro-batch.
+        columns: float32 each, values of the batch at the micro-batch's trained tokens.
+        sequence_columns: float32 each, values of the batch for the micro-batch's sequences.
         temperature: `Batch.temperature`.
+        part: where this rank's tokens and sequences are among the micro-batch's; None: it has all.
     """
 
     tokens: Tensor
@@ -46,21 +55,83 @@ class MicroBatch:
     columns: Mapping[str, Tensor]
     sequence_columns: Mapping[str, Tensor]
     temperature: float
+    part: Part | None = None
+
+    def at_own_tokens(self) -> Mapping[str, Tensor]:
+        """Take the values of `columns` at this rank's trained tokens, float32 [R] each."""
+        if self.part is None:
+            return self.columns
+        return {name: values[self.part.tokens] for name, values in self.columns.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Places what a context-parallel rank has among all that its micro-batch has.
+
+    Attributes:
+        tokens: int64 [R], of its trained tokens.
+        sequences: int64 [S], of the sequences whose last token it has.
+        group: the ranks that have the other parts.
+    """
+
+    tokens: Tensor
+    sequences: Tensor
+    group: dist.ProcessGroup
+
+    @property
+    def is_first(self) -> bool:
+        """Say whether this rank reports what all of the group have computed alike."""
+        return self.group.rank() == 0
+
+    def gathered(self, values: Tensor, places: Tensor, count: int) -> Tensor:
+        """Gather the values of all parts on every rank: float32 [R] or [S] -> [count].
+
+        Every rank of the group calls it. The gradient of a loss that every rank computes of them goes back to the rank that has the value.
+
+        Args:
+            places: `tokens` or `sequences`.
+        """
+        gathered: Tensor = _Gathered.apply(values, places, count, self.group)
+        return gathered
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, places: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.save_for_backward(places)
+        gathered = values.new_zeros(count).index_copy_(0, places, values)
+        dist.all_reduce(gathered, group=group)  # one rank has a value, the others 0: no rounding
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (places,) = ctx.saved_tensors
+        return grads[0][places], None, None, None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceShard:
-    """Says how the L columns of a micro-batch are cut over ranks.
+    """Says how the columns of a micro-batch are cut over ranks: first over context-parallel ones, then within those.
 
     Attributes:
         tp: tensor-parallel ranks that have a part each (sequence parallelism); 1: each has all.
+        cp: the ranks that have a part each; None: there is no context parallelism.
     """
 
     tp: int = 1
+    cp: dist.ProcessGroup | None = None
 
     def padded(self, length: int) -> int:
         """Round a length up, so that all ranks have equally much; at least one token each."""
-        return -(-max(1, length) // self.tp) * self.tp
+        parts = self.tp * (1 if self.cp is None else self.cp.size())
+        return -(-max(1, length) // parts) * parts
+
+    def own(self, length: int) -> tuple[int, int]:
+        """Find the first of a padded length's columns that this rank has, and the one after the last."""
+        if self.cp is None:
+            return 0, length
+        each = length // self.cp.size()
+        return self.cp.rank() * each, (self.cp.rank() + 1) * each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +157,12 @@ class _Grid:
     def flat(self) -> Tensor:
         """Positions of the tokens in the flattened hidden states, which come as [L, B, hidden]."""
         return self.column * self.shape[0] + self.row
+
+
+def _own(flat: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
+    """Find the positions within a range of the flattened states: counted from its begin, and which those were."""
+    which = ((flat >= begin) & (flat < end)).nonzero().flatten()
+    return flat[which] - begin, which
 
 
 def make_micro_batch(
@@ -121,24 +198,32 @@ def make_micro_batch(
         total = shard.padded(len(tokens))
         grid = _Grid(shape=(1, total), row=torch.zeros_like(positions), column=torch.arange(len(tokens)))
         padding = [total - len(tokens)] if total > len(tokens) else []
-        description = packed_sequences([*lengths.tolist(), *padding], device)
+        description = packed_sequences([*lengths.tolist(), *padding], device, shard.own(total))
     else:
         longest = shard.padded(max(lengths.tolist(), default=0))
         grid = _Grid(shape=(max(1, len(places)), longest), row=sequence, column=positions)
-    cells = torch.full((grid.shape[0] * grid.shape[1],), -1).index_copy_(0, grid.flat, tokens)
+    rows, (first, after) = grid.shape[0], shard.own(grid.shape[1])
+    cells = torch.full((rows * grid.shape[1],), -1).index_copy_(0, grid.flat, tokens)
     trained = torch.zeros_like(places).index_add_(0, sequence, is_trained.long())
+    begin, end = first * rows, after * rows
+    predictors, own_tokens = _own(grid.flat[is_trained] - rows, begin, end)  # a token's predictor is one column before
+    last, own_sequences = _own(grid.flat[ends - 1], begin, end)
+    part = None
+    if shard.cp is not None:
+        part = Part(tokens=upload(own_tokens, device), sequences=upload(own_sequences, device), group=shard.cp)
     return MicroBatch(
-        tokens=upload(grid.laid_out(batch.tokens[tokens]), device),
-        position_ids=upload(grid.laid_out(positions), device),
+        tokens=upload(grid.laid_out(batch.tokens[tokens])[:, first:after], device),
+        position_ids=upload(grid.laid_out(positions)[:, first:after], device),
         packed=description,
-        predictors=upload(grid.flat[is_trained] - grid.shape[0], device),  # a token's predictor is one column before
-        labels=upload(batch.tokens[index], device),
-        index=index,
-        cells=cells,
-        last=upload(grid.flat[ends - 1], device),
-        sequences=places,
+        predictors=upload(predictors, device),
+        labels=upload(batch.tokens[index[own_tokens]], device),
+        index=index[own_tokens],
+        cells=cells[begin:end],
+        last=upload(last, device),
+        sequences=places[own_sequences],
         trained=upload(trained, device),
         columns={name: upload(values[index], device) for name, values in (columns or {}).items()},
         sequence_columns={name: upload(values[places], device) for name, values in (sequence_columns or {}).items()},
         temperature=batch.temperature,
+        part=part,
     )

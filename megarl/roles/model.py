@@ -77,7 +77,12 @@ class MegatronModel:
         self.groups, self.dtype, self.packed = groups, DTYPES[model.dtype], model.use_remove_padding
         self.batching, self.balance = batching, balance
         self.head = self.make_head()
-        fused = megatron.transformer_engine == "auto" and transformer_engine_available() and not arch.needs_torch_layers
+        fused = (
+            megatron.transformer_engine == "auto"
+            and transformer_engine_available()
+            and not arch.needs_torch_layers
+            and groups.layout.cp == 1  # its attention takes the tokens of a sequence in an order of its own
+        )
         self.layers = (transformer_engine_layers if fused else torch_layers)(arch)
         self.transformer_config = transformer_config(
             arch,
@@ -91,14 +96,17 @@ class MegatronModel:
         with groups.active():
             self.chunks = build_chunks(arch, self.transformer_config, groups, self.layers)
         self.side = training_side(arch, groups.layout, self.layers.names)
-        self.shard = SequenceShard(tp=groups.layout.tp if self.transformer_config.sequence_parallel else 1)
+        self.shard = SequenceShard(
+            tp=groups.layout.tp if self.transformer_config.sequence_parallel else 1,
+            cp=groups.pgs.cp if groups.layout.cp > 1 else None,
+        )
         self.replay: RoutingReplay | None = None
         if self.kind.replays_routing and arch.moe is not None:
             self.replay = RoutingReplay(arch, groups, self.chunks, self.shard)
         self.memory: dict[Item, tuple[Resident, ...]] = {Item.WEIGHTS: (Resident(),)}
         at = groups.layout.coords(groups.world.rank)
         last_stage = at.pp == groups.layout.pp - 1
-        self._reports = last_stage and at.tp == 0 and at.cp == 0
+        self._reports = last_stage and at.tp == 0
 
     @property
     def weights_leave(self) -> bool:

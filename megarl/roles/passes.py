@@ -62,7 +62,7 @@ def plan_passes(
     multiple_of = layout.pp if layout.chunks > 1 else 1  # the interleaved schedule works in rounds of pp
     how: Any = dict(dp=layout.dp, multiple_of=multiple_of, balance=balance, together=together)
     if batching.use_dynamic_bsz:
-        plan = pack_by_tokens(lengths, parts, max_tokens=batching.ppo_max_token_len_per_gpu, **how)
+        plan = pack_by_tokens(lengths, parts, max_tokens=batching.ppo_max_token_len_per_gpu * layout.cp, **how)
     else:
         plan = pack_by_count(lengths, parts, micro_batch_size=batching.ppo_micro_batch_size_per_gpu, **how)
     mine = plan[layout.coords(rank).dp]

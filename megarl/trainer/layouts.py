@@ -22,6 +22,7 @@ def train_layout(config: Config, megatron: MegatronConfig | None = None) -> Trai
         ranks=range(config.trainer.world_size),
         tp=megatron.tensor_model_parallel_size,
         pp=megatron.pipeline_model_parallel_size,
+        cp=megatron.context_parallel_size,
         chunks=split.chunks(megatron.pipeline_model_parallel_size, megatron.virtual_pipeline_model_parallel_size),
         ep=megatron.expert_model_parallel_size,
         etp=megatron.expert_tensor_parallel_size,

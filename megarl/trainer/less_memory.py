@@ -7,6 +7,7 @@ starts in the folder: {"actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 8192
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -110,7 +111,8 @@ def _key(config: Config, phase: str) -> tuple[str, float]:
     batching: BatchingConfig = reduce(getattr, section.split("."), config)  # type: ignore[assignment]
     together = 2 if format_of(config) == "preferences" else 1  # a pair is compared within one micro-batch
     if batching.use_dynamic_bsz:
-        return f"{section}.ppo_max_token_len_per_gpu", together * config.data.max_sequence_length
+        ranks: int = reduce(getattr, f"{section}.megatron.context_parallel_size".split("."), config)  # type: ignore[assignment]
+        return f"{section}.ppo_max_token_len_per_gpu", math.ceil(together * config.data.max_sequence_length / ranks)
     return f"{section}.ppo_micro_batch_size_per_gpu", together
 
 

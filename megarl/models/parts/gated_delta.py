@@ -173,7 +173,8 @@ class GatedDelta(AttentionPart):
             )
 
     def check_training(self, layout: TrainLayout, *, sequence_parallel: bool) -> None:
-        pass
+        if layout.cp > 1:
+            raise ValueError("context_parallel_size must be 1: linear attention goes through a sequence token by token")
 
     def activations(self, hidden: int, tp: int) -> float:
         """Count what plain torch keeps: twice the projections, and in float32, which counts twice, of each value head

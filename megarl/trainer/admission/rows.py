@@ -49,10 +49,9 @@ def _check_examples(inputs: Inputs) -> None:
     config, actor = inputs.config, inputs.config.actor_rollout_ref.actor
     sets = [rows for rows in (inputs.train_examples, inputs.val_examples) if isinstance(rows, ExampleSet)]
     tokens, together, whose = max((_most_tokens(rows, config.data) for rows in sets), key=lambda most: most[0])
-    limit = actor.ppo_max_token_len_per_gpu
-    if actor.use_dynamic_bsz and tokens > limit:
+    if actor.use_dynamic_bsz and tokens > actor.most_tokens(actor.megatron):
         raise ValueError(
-            f"{whose} {tokens} tokens, more than actor.ppo_max_token_len_per_gpu = {limit}, and its two answers are "
+            f"{whose} {tokens} tokens, more than {actor.limit('actor', actor.megatron)}, and its two answers are "
             "compared within one micro-batch; raise the key"
         )
     if not actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu < together:

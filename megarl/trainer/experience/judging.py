@@ -122,7 +122,7 @@ def _check_lengths(batch: Batch, rollouts: Rollouts, run: Run, judge: Judge) -> 
     batching, longest = run.config.reward_model, int(batch.lengths.max())
     limits = {"its positions": judge.arch.max_position_embeddings}
     if batching.use_dynamic_bsz:
-        limits["reward_model.ppo_max_token_len_per_gpu"] = batching.ppo_max_token_len_per_gpu
+        limits["reward_model.ppo_max_token_len_per_gpu"] = batching.most_tokens(batching.megatron)
     for name, limit in limits.items():
         if longest > limit:
             source = rollouts[int(batch.lengths.argmax())].prompt.source
