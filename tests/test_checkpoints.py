@@ -394,8 +394,15 @@ def test_any_stages_are_read_in_any_other(ranks: Ranks, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_experts_over_ranks_are_read_in_any_layout(ranks: Ranks, tmp_path: Path) -> None:
     over = Case(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True)
-    cases = [Case(dp=4, ep=2), over, Case(dp=4), Case(pp=2, dp=2, ep=2), Case(dp=4, ep=2, etp=2)]
-    assert ranks.run(4, _layouts, str(tmp_path), cases, WITH_EXPERTS)[0][0] == [True] * 4
+    cases = [
+        Case(dp=4, ep=2),
+        over,
+        Case(dp=4),
+        Case(pp=2, dp=2, ep=2),
+        Case(dp=4, ep=2, etp=2),
+        Case(cp=2, dp=2, ep=2),
+    ]
+    assert ranks.run(4, _layouts, str(tmp_path), cases, WITH_EXPERTS)[0][0] == [True] * 5
 
 
 @pytest.mark.skipif(not transformer_engine_available(), reason="needs a GPU and Transformer Engine")

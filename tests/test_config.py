@@ -79,8 +79,8 @@ def test_overrides_are_yaml_and_later_ones_win(file: str) -> None:
             "unknown key 'algorithm.dynamic_sampling'; did you mean 'algorithm.filter_groups'?",
         ),
         (
-            "actor_rollout_ref.actor.megatron.context_parallel_size=2",
-            "unknown key 'actor_rollout_ref.actor.megatron.context_parallel_size'",
+            "actor_rollout_ref.actor.megatron.hierarchical_context_parallel_sizes=2",
+            "unknown key 'actor_rollout_ref.actor.megatron.hierarchical_context_parallel_sizes'",
         ),
         ("data.train_batch_size=many", "data.train_batch_size: input should be a valid integer"),
         ("data.train_batch_size=0", "data.train_batch_size: input should be greater than or equal to 1 (got 0)"),

@@ -25,6 +25,8 @@ CASES = [
     Case(pp=2, dp=2, chunks=2, config=OVERLAP),
     Case(dp=2, config=OFFLOAD),
     Case(tp=2, packed=False, sequence_parallel=True),
+    Case(cp=2),
+    Case(cp=2, dp=2, packed=False),
 ]
 HEADS: dict[str, tuple[str, Any]] = {
     "Critic": ("values", ValueLoss(cliprange=0.5)),

@@ -155,6 +155,9 @@ EXPERT_CASES = [
     Case(dp=2, pp=2, ep=2, chunks=2),
     Case(dp=3, ep=3),
     Case(tp=2, etp=1, sequence_parallel=True),
+    Case(cp=2, ep=2),
+    Case(pp=2, cp=2, ep=2),
+    Case(tp=2, cp=2, ep=2, etp=1, sequence_parallel=True),
 ]
 
 
@@ -180,6 +183,8 @@ MIXED_CASES = [
     Case(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True),
     Case(dp=2, ep=2),
     Case(tp=2, sequence_parallel=True, config={"model": {"dtype": "float32", "enable_gradient_checkpointing": True}}),
+    Case(tp=2, cp=2, ep=2, etp=1, sequence_parallel=True),
+    Case(cp=2, ep=2, packed=False),
 ]
 
 
@@ -210,7 +215,13 @@ def test_loss_and_gradient_norm_agree_with_layers_of_two_kinds(
 
 
 DENSE_LATENT = replace(LATENT, layers=((LATENT.layer(0), 3),))
-LATENT_CASES = [Case(tp=2, packed=False), Case(tp=2, dp=2, sequence_parallel=True, packed=False), Case(tp=4)]
+LATENT_CASES = [
+    Case(tp=2, packed=False),
+    Case(tp=2, dp=2, sequence_parallel=True, packed=False),
+    Case(tp=4),
+    Case(cp=4),
+    Case(tp=2, cp=2, packed=False),
+]
 
 
 @pytest.fixture(scope="module")
@@ -229,6 +240,7 @@ def test_loss_and_gradient_norm_agree_with_latent_attention(
 
 
 WINDOW_CASES = [
+    Case(cp=2),
     Case(tp=2, pp=2, sequence_parallel=True),
     Case(dp=2, pp=2, chunks=2),
     Case(tp=2, packed=False),
@@ -253,7 +265,15 @@ def test_loss_and_gradient_norm_agree_with_windows(
 
 @pytest.mark.parametrize(
     "case",
-    quick([Case(tp=2, pp=2, sequence_parallel=True), Case(tp=4), Case(tp=4, sequence_parallel=True, packed=False)], 1),
+    quick(
+        [
+            Case(tp=2, pp=2, sequence_parallel=True),
+            Case(tp=4),
+            Case(tp=4, sequence_parallel=True, packed=False),
+            Case(tp=2, cp=2),
+        ],
+        1,
+    ),
     ids=lambda case: case.name,
 )
 def test_loss_and_gradient_norm_agree_with_norms_over_all_heads(ranks: Ranks, case: Case) -> None:
@@ -265,6 +285,8 @@ def test_loss_and_gradient_norm_agree_with_norms_over_all_heads(ranks: Ranks, ca
 
 
 SINK_CASES = [
+    Case(cp=2),
+    Case(tp=2, cp=2, etp=1, sequence_parallel=True, packed=False),
     Case(tp=2, pp=2, etp=1, sequence_parallel=True),
     Case(dp=2, pp=2, ep=2, chunks=2),
     Case(tp=2, ep=2, etp=1, sequence_parallel=True),

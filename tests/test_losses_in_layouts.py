@@ -73,7 +73,17 @@ def test_the_size_of_micro_batches_changes_nothing(plain: History) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    quick([Case(dp=2), Case(packed=False), Case(tp=2, pp=2, sequence_parallel=True), Case(pp=2, dp=2, chunks=2)], 1),
+    quick(
+        [
+            Case(dp=2),
+            Case(packed=False),
+            Case(tp=2, pp=2, sequence_parallel=True),
+            Case(pp=2, dp=2, chunks=2),
+            Case(cp=2),
+            Case(tp=2, cp=2, packed=False),
+        ],
+        1,
+    ),
     ids=lambda case: case.name,
 )
 def test_the_layout_changes_nothing(ranks: Ranks, plain: History, case: Case) -> None:

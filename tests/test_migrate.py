@@ -98,8 +98,8 @@ def test_a_script_with_variables_and_sums() -> None:
     assert (data.max_prompt_length, data.max_response_length, data.gen_batch_size) == (2048, 20480, 1536)
     assert (trainer.nnodes, config.reward.overlong_buffer.len, config.reward.name) == (16, 4096, "math_verify")
     megatron = actor.megatron
-    assert (megatron.tensor_model_parallel_size, megatron.sequence_parallel) == (4, True)  # of Ulysses
-    assert actor.ppo_max_token_len_per_gpu == 4 * 22528
+    assert (megatron.tensor_model_parallel_size, megatron.context_parallel_size) == (1, 4)  # of Ulysses
+    assert actor.ppo_max_token_len_per_gpu == 22528
     assert megatron.param_offload and megatron.optimizer_offload and actor.clip_ratio_c == 10.0
 
 
@@ -168,10 +168,11 @@ def test_what_relies_on_defaults() -> None:
     assert (config.actor_rollout_ref.rollout.n, config.data.answer_key) == (1, "reward_model.ground_truth")
 
 
-def test_ranks_of_sequences_and_experts_become_tensor_parallel() -> None:
+def test_ranks_of_sequences_stay_and_those_of_experts_become_tensor_parallel() -> None:
     own = f"{A}.megatron"
     cp = _migrated(f"{own}.tensor_model_parallel_size=2", f"{own}.context_parallel_size=2")
-    assert cp.actor_rollout_ref.actor.megatron.tensor_model_parallel_size == 4
+    megatron = cp.actor_rollout_ref.actor.megatron
+    assert (megatron.tensor_model_parallel_size, megatron.context_parallel_size) == (2, 2)
     experts = [f"{own}.expert_model_parallel_size=8", f"{own}.expert_tensor_parallel_size=1"]
     ep = _migrated(f"{own}.tensor_model_parallel_size=2", *experts)
     assert ep.actor_rollout_ref.actor.megatron.tensor_model_parallel_size == 8

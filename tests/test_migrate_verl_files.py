@@ -110,8 +110,8 @@ def test_demonstrations_are_no_ppo(tmp_path: Path) -> None:
         1e-4,
         0.1,
     )
-    assert roles.actor.ppo_max_token_len_per_gpu == 4 * 2048
-    assert roles.actor.megatron.tensor_model_parallel_size == 2 and config.trainer.n_gpus_per_node == 4
+    assert roles.actor.ppo_max_token_len_per_gpu == 4 * 2048 / 2
+    assert roles.actor.megatron.context_parallel_size == 2 and config.trainer.n_gpus_per_node == 4
     assert "critic" not in made.tree and "algorithm" not in made.tree
 
 

@@ -62,6 +62,7 @@ def _first_update(case: Case) -> tuple[dict[str, float], float]:
         pytest.param(Case(tp=2, pp=2, sequence_parallel=True), marks=pytest.mark.slow),
         pytest.param(Case(pp=2, dp=2), marks=pytest.mark.slow),
         Case(tp=2, packed=False),
+        pytest.param(Case(cp=2, dp=2), marks=pytest.mark.slow),
     ],
     ids=lambda case: case.name,
 )
@@ -111,6 +112,7 @@ def test_engine_log_probs_equal_the_training_layouts(ranks: Ranks, temperature: 
         Case(pp=2, dp=2, gen_tp=4, config=_engine_config(4)),
         Case(tp=2, dp=2, gen_tp=1, config={**_engine_config(1), **OVERLAP}),
         Case(tp=4, gen_tp=2, config=_engine_config(2)),
+        Case(tp=2, cp=2, gen_tp=4, sequence_parallel=True, config=_engine_config(4)),
     ]
     wanted = None
     for case in cases:

@@ -209,6 +209,8 @@ LAYOUTS = [
     _case(pp=2, chunks=2, packed=False),
     _case(tp=2, pp=2, ep=2, etp=1, recompute=True),
     _case(tp=2, dp=2, ep=2, etp=1, micro=1),
+    _case(cp=2),
+    _case(tp=2, cp=2, ep=2, etp=1, packed=False),
 ]
 RECORDS = {"enable_rollout_routing_replay": True, "max_num_seqs": 5}
 

@@ -54,6 +54,7 @@ SQUARE = Case(tp=2, pp=2)
 PAIRS = [
     Pair(actor=SQUARE, critic=Case(tp=4, sequence_parallel=True, config=RECOMPUTE)),
     Pair(actor=Case(pp=2, dp=2, chunks=2), critic=Case(tp=2, dp=2, config=OVERLAP)),
+    Pair(actor=Case(tp=2, cp=2, sequence_parallel=True), critic=Case(cp=4)),
     Pair(actor=Case(dp=4), critic=Case(tp=2, pp=2, sequence_parallel=True), arch=WITH_EXPERTS),
     Pair(actor=Case(dp=4, ep=2), critic=Case(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True), arch=WITH_EXPERTS),
 ]

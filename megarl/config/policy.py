@@ -149,11 +149,11 @@ class BatchingConfig(Section):
         """Count the tokens that a micro-batch may have with use_dynamic_bsz, over all its context-parallel ranks."""
         return self.ppo_max_token_len_per_gpu * megatron.context_parallel_size
 
-    def limit(self, role: str, megatron: MegatronConfig) -> str:
-        """Name the keys that set `most_tokens`, with their values."""
+    def limit(self, megatron: MegatronConfig) -> str:
+        """Write the numbers whose product is `most_tokens`."""
         ranks = megatron.context_parallel_size
         times = f" x context_parallel_size = {ranks}" if ranks > 1 else ""
-        return f"{role}.ppo_max_token_len_per_gpu = {self.ppo_max_token_len_per_gpu}{times}"
+        return f"{self.ppo_max_token_len_per_gpu}{times}"
 
 
 class ActorConfig(BatchingConfig):

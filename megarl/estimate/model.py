@@ -70,7 +70,11 @@ class ModelJob:
         return math.ceil(self._on_a_rank(sequences) / per_micro_batch)
 
     def micro_batch_tokens(self, sequences: int) -> int:
-        """Count the tokens of the largest micro-batch, of so many sequences over all ranks, on all cp ranks together."""
+        """Count the tokens of the largest micro-batch, over its context-parallel ranks.
+
+        Args:
+            sequences: that are planned at once, over all ranks.
+        """
         longest, limit = self.config.data.max_sequence_length, self.most_tokens
         if not self.batching.use_dynamic_bsz:
             limit = self.batching.ppo_micro_batch_size_per_gpu * longest

@@ -234,6 +234,6 @@ def _packing_hints(model: ModelJob) -> Iterator[str]:
     filled = model.micro_batch_tokens(model.forward_batch) == limit
     if model.batching.use_dynamic_bsz and filled and limit < 2 * longest:
         yield (
-            f"{model.batching.limit(model.role, model.megatron)} is less than two of the longest sequences, 2 x "
-            f"{longest} tokens: where memory allows, more lets sequences fill micro-batches"
+            f"{model.role}.ppo_max_token_len_per_gpu = {model.batching.limit(model.megatron)} is less than two of the "
+            f"longest sequences, 2 x {longest} tokens: where memory allows, more lets sequences fill micro-batches"
         )

@@ -69,19 +69,22 @@ def experts_over(settings: Settings, model: str) -> int:
 
 
 def tensor_parallel(settings: Settings, model: str) -> int:
-    """Count MegaRL's tensor-parallel ranks: in verl, the ranks that share a layer's matrices, sequences or experts.
+    """Count MegaRL's tensor-parallel ranks: in verl, the ranks that share a layer's matrices or experts.
 
-    The ranks of context parallelism and Ulysses become tensor-parallel ranks, so that data parallelism stays as it was.
     MegaRL spreads experts over the tensor-parallel ranks: as many as verl's for experts, if a node has so many.
     """
     tp = settings.number(f"{model}.megatron.tensor_model_parallel_size")
-    tp *= prod(settings.number(f"{model}.{name}") for name in _SPREAD)
     experts = experts_over(settings, model)
     return max(tp, experts) if experts <= settings.number("trainer.n_gpus_per_node") else tp
 
 
+def ranks_of_a_sequence(settings: Settings, model: str) -> int:
+    """Count the ranks that share a sequence, in verl those of context parallelism or of Ulysses."""
+    return prod(settings.number(f"{model}.{name}") for name in _SPREAD)
+
+
 def layout(settings: Settings, model: str) -> dict[str, Any]:
-    """Set the Megatron keys of a model whose sequences or experts are spread."""
+    """Set the Megatron keys of a model whose experts are spread."""
     tp = tensor_parallel(settings, model)
     section = f"{model}.megatron"
     return {f"{section}.tensor_model_parallel_size": tp, f"{section}.sequence_parallel": tp > 1}
@@ -94,8 +97,8 @@ def is_dynamic(settings: Settings, model: str) -> bool:
 
 
 def budget(settings: Settings, model: str) -> int:
-    """Count the tokens that verl's keys allow a micro-batch: at least one whole sequence."""
-    ranks = prod(settings.number(f"{model}.{name}") for name in _SPREAD)
+    """Count the tokens that verl's keys allow a rank of a micro-batch: at least its part of one whole sequence."""
+    ranks = ranks_of_a_sequence(settings, model)
     if is_dynamic(settings, model):
         tokens = settings.number(f"{model}.ppo_max_token_len_per_gpu", 16_384) * ranks
     else:
@@ -103,7 +106,7 @@ def budget(settings: Settings, model: str) -> int:
         gpus = settings.number("trainer.nnodes") * settings.number("trainer.n_gpus_per_node")
         rows = rows or max(1, settings.number(f"{model}.ppo_micro_batch_size", 1) // gpus)
         tokens = rows * longest(settings)
-    return max(tokens, longest(settings))
+    return -(-max(tokens, longest(settings)) // ranks)
 
 
 def complete(settings: Settings, result: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:

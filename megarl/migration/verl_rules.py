@@ -20,6 +20,7 @@ from megarl.migration.verl import (
     is_sft,
     layout,
     needs_critic,
+    ranks_of_a_sequence,
     updates,
 )
 
@@ -105,13 +106,12 @@ def tensor_parallel(key: str, value: Any, settings: Settings) -> Made:
     result = layout(settings, _model_of(key))
     if value is None or result[key] == value:
         return Made(kind="carried", values={} if value is None else {key: value})
-    return Made(kind="translated", values=result, why="with the ranks of context, Ulysses or expert parallelism")
+    return Made(kind="translated", values=result, why="with the ranks of expert parallelism")
 
 
-def spread(key: str, value: Any, settings: Settings) -> Made | Mapping[str, Any]:
-    if isinstance(value, int) and value > 1:
-        return layout(settings, _model_of(key))
-    return Made(kind="translated", why="asks for nothing")
+def context_parallel(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
+    model = _model_of(key)
+    return {f"{model}.megatron.context_parallel_size": ranks_of_a_sequence(settings, model)}
 
 
 def experts(key: str, value: Any, settings: Settings) -> Made | Mapping[str, Any]:

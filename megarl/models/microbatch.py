@@ -86,7 +86,8 @@ class Part:
     def gathered(self, values: Tensor, places: Tensor, count: int) -> Tensor:
         """Gather the values of all parts on every rank: float32 [R] or [S] -> [count].
 
-        Every rank of the group calls it. The gradient of a loss that every rank computes of them goes back to the rank that has the value.
+        Every rank of the group calls it. The gradient of a loss that every rank computes of them goes back to the rank
+        that has the value.
 
         Args:
             places: `tokens` or `sequences`.

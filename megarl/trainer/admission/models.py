@@ -38,7 +38,7 @@ def check_shapes(config: Config, arch: Architecture) -> None:
         raise ValueError(f"{what} is more than the model's {arch.max_position_embeddings} positions")
     _check_overrides(config, arch)
     if trains(config) and actor.use_dynamic_bsz and longest > actor.most_tokens(actor.megatron):
-        raise ValueError(f"{what} is more than {actor.limit('actor', actor.megatron)}")
+        raise ValueError(f"{what} is more than actor.ppo_max_token_len_per_gpu = {actor.limit(actor.megatron)}")
     if generates(config):
         check_other_layouts(config, arch, needs_of(config))
 

@@ -59,7 +59,8 @@ def _check_layout(role: OtherRole, config: Config, policy: Architecture) -> None
     if longest > arch.max_position_embeddings:
         raise ValueError(f"{what} is more than its {arch.max_position_embeddings} positions")
     if settings.use_dynamic_bsz and longest > settings.most_tokens(megatron):
-        raise ValueError(f"{what} is more than {settings.limit(role.kind.name, megatron)}")
+        limit = f"{role.kind.name}.ppo_max_token_len_per_gpu = {settings.limit(megatron)}"
+        raise ValueError(f"{what} is more than {limit}")
 
 
 def _check_files(role: OtherRole, config: Config, policy: Architecture) -> None:

@@ -51,8 +51,8 @@ def _check_examples(inputs: Inputs) -> None:
     tokens, together, whose = max((_most_tokens(rows, config.data) for rows in sets), key=lambda most: most[0])
     if actor.use_dynamic_bsz and tokens > actor.most_tokens(actor.megatron):
         raise ValueError(
-            f"{whose} {tokens} tokens, more than {actor.limit('actor', actor.megatron)}, and its two answers are "
-            "compared within one micro-batch; raise the key"
+            f"{whose} {tokens} tokens, more than actor.ppo_max_token_len_per_gpu = {actor.limit(actor.megatron)}, and "
+            "its two answers are compared within one micro-batch; raise the key"
         )
     if not actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu < together:
         raise ValueError("actor.ppo_micro_batch_size_per_gpu = 1 holds no pair; set it to 2 or more")
