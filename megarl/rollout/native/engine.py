@@ -50,7 +50,7 @@ class NativeEngine(Engine):
             `max_model_len` fill, nor than is free on waking.
         decode: token ids to text, for stop strings.
         enforce_eager: decode without CUDA graphs. CPU ranks, GPUs without Triton, latent and linear attention (no
-            kernels), and experts with biases, which read back how many tokens each gets, always do.
+            kernels), always do.
         share: gives the weights that the engine shares with training.
         records_routing: experts of requests that ask for them (`SamplingParams.routed_experts`) are recorded.
 
@@ -99,7 +99,7 @@ class NativeEngine(Engine):
         self._cache: KVCache | None = None
         self._scheduler: Scheduler | None = None
         self._graphs: DecodeGraphs | None = None
-        if kernels.on(self._device) and self._passes.graphs and self._decoder.graphs and not enforce_eager:
+        if kernels.on(self._device) and self._passes.graphs and not enforce_eager:
             self._graphs = DecodeGraphs(self._logits, rows=max_num_seqs, columns=COLUMNS, device=self._device)
 
     def parameters(self) -> dict[str, Tensor]:

@@ -96,11 +96,6 @@ class Decoder:
         self._scale = torch.tensor(arch.embedding_scale, dtype=self._embedding.dtype).item()
         self._first_token = self._group.rank * len(self._embedding)
 
-    @property
-    def graphs(self) -> bool:
-        """Say whether, with kernels, the layers' MLPs may run in CUDA graphs."""
-        return all(layer.mlp.graphs for layer in self._layers)
-
     def forward(self, tokens: Tensor, attention: Attention, routed: list[Tensor] | None = None) -> Tensor:
         """Compute the output of the final norm: int64 [T] -> [T, hidden]. The attention knows the tokens' positions.
 

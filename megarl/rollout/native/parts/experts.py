@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +24,6 @@ class Weights(part.MLPWeights):
     hidden] and down [experts, hidden, ffn / tp] are split like one MLP, and so is the shared one. With expert
     parallelism a rank has whole experts, and adds nothing to a token for those of other ranks: the sum is the same.
     """
-
-    graphs: ClassVar = True
 
     def __init__(self, kind: Experts, weights: Mapping[str, Tensor], *, experts: ExpertPlace) -> None:
         self._moe, self._own = kind.moe, experts.own(kind.moe.num_experts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -57,12 +57,7 @@ class MLPWeights(Protocol):
         kind: the part, of `megarl.models.parts`.
         weights: by name within the layer, shaped as `shapes` says.
         experts: the rank's place among those with a layer's experts.
-
-    Attributes:
-        graphs: whether, with kernels, it reads nothing back on the host, so that CUDA graphs can capture it.
     """
-
-    graphs: ClassVar[bool]
 
     def __init__(self, kind: Any, weights: Mapping[str, Tensor], *, experts: ExpertPlace) -> None: ...
 

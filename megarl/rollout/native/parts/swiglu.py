@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,8 +15,6 @@ from megarl.rollout.native.parts import part
 
 class Weights(part.MLPWeights):
     """Holds gate_up [2 * ffn / tp, hidden], down [hidden, ffn / tp]."""
-
-    graphs: ClassVar = True
 
     def __init__(self, kind: SwiGLU, weights: Mapping[str, Tensor], *, experts: ExpertPlace) -> None:
         self._gate_up, self._down = weights["mlp.gate_up_proj.weight"], weights["mlp.down_proj.weight"]
