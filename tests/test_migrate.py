@@ -168,15 +168,18 @@ def test_what_relies_on_defaults() -> None:
     assert (config.actor_rollout_ref.rollout.n, config.data.answer_key) == (1, "reward_model.ground_truth")
 
 
-def test_ranks_of_sequences_stay_and_those_of_experts_become_tensor_parallel() -> None:
+def test_ranks_of_sequences_and_experts_stay_what_they_are() -> None:
     own = f"{A}.megatron"
     cp = _migrated(f"{own}.tensor_model_parallel_size=2", f"{own}.context_parallel_size=2")
     megatron = cp.actor_rollout_ref.actor.megatron
     assert (megatron.tensor_model_parallel_size, megatron.context_parallel_size) == (2, 2)
     experts = [f"{own}.expert_model_parallel_size=8", f"{own}.expert_tensor_parallel_size=1"]
-    ep = _migrated(f"{own}.tensor_model_parallel_size=2", *experts)
-    assert ep.actor_rollout_ref.actor.megatron.tensor_model_parallel_size == 8
-    assert "of which a node has 8" in _reason(f"{own}.expert_model_parallel_size=32")
+    megatron = _migrated(f"{own}.tensor_model_parallel_size=2", *experts).actor_rollout_ref.actor.megatron
+    assert (megatron.tensor_model_parallel_size, megatron.sequence_parallel) == (2, True)
+    assert (megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size) == (8, 1)
+    words = [f"{own}.override_transformer_config.moe_{name}_loss_coeff=0.01" for name in ("aux", "z")]
+    megatron = _migrated(*words).actor_rollout_ref.actor.megatron
+    assert (megatron.moe_aux_loss_coeff, megatron.moe_z_loss_coeff) == (0.01, 0.01)
     engine = "actor_rollout_ref.rollout"
     for keys in ([f"{engine}.expert_parallel_size=4"], [f"{engine}.enable_expert_parallel=true"]):
         rollout = _migrated(f"{engine}.tensor_model_parallel_size=4", *keys).actor_rollout_ref.rollout
@@ -210,7 +213,6 @@ def test_stages_keep_their_layers(section: str) -> None:
         ("actor_rollout_ref.model.trust_remote_code=True", "no code of a model's folder"),
         ("nobody.knows_this=1", "not known here"),
         ("data.train_batch_size=many", "should be a valid integer"),
-        (f"{A}.megatron.override_transformer_config.moe_aux_loss_coeff=0.01", "no auxiliary loss"),
     ],
 )
 def test_refusals_say_what_to_use_here(word: str, said: str) -> None:

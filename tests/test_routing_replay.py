@@ -277,7 +277,9 @@ def _gradients(arch: Architecture) -> list[tuple[torch.Tensor, torch.Tensor]]:
         experts = torch.rand(20, moe.num_experts, generator=generator).argsort(1)[:, : moe.experts_per_token]
         _, alone = router(x)
         experts[15:] = alone[15:].long().topk(moe.experts_per_token).indices  # what is not recorded
-        router.router_replay.take(Recorded(experts=experts.to(torch.uint8), there=torch.arange(20) < 15), train=False)
+        router.router_replay.recorded.take(
+            Recorded(experts=experts.to(torch.uint8), there=torch.arange(20) < 15), train=False
+        )
         weights, _ = router(x)
         (by_megatron,) = torch.autograd.grad((weights * of_each).sum(), router.weight)
         weight = router.weight.detach().requires_grad_()

@@ -96,6 +96,10 @@ class MegatronConfig(Section):
     expert_tensor_parallel_size: Size | None = Field(
         None, ge=1, description="ranks that share each expert; default tensor_model_parallel_size"
     )
+    moe_aux_loss_coeff: float = Field(
+        0.0, ge=0, description="weight of a loss that spreads tokens over the experts, for each layer"
+    )
+    moe_z_loss_coeff: float = Field(0.0, ge=0, description="weight of a loss that keeps the routers' logits small")
     sequence_parallel: bool = Field(False, description="split norms and residuals along the sequence within TP")
     use_distributed_optimizer: bool = Field(True, description="shard optimizer state over data-parallel ranks")
     overlap_grad_reduce: bool = Field(False, description="reduce gradients during the backward pass")

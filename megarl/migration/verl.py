@@ -61,33 +61,9 @@ def longest(settings: Settings) -> int:
     return settings.number("data.max_prompt_length") + settings.number("data.max_response_length")
 
 
-def experts_over(settings: Settings, model: str) -> int:
-    """Count the ranks over which a layer's experts are spread: expert x expert tensor parallel."""
-    ep = settings.number(f"{model}.megatron.expert_model_parallel_size")
-    etp = settings.number(f"{model}.megatron.expert_tensor_parallel_size")
-    return ep * etp if ep > 1 else 1
-
-
-def tensor_parallel(settings: Settings, model: str) -> int:
-    """Count MegaRL's tensor-parallel ranks: in verl, the ranks that share a layer's matrices or experts.
-
-    MegaRL spreads experts over the tensor-parallel ranks: as many as verl's for experts, if a node has so many.
-    """
-    tp = settings.number(f"{model}.megatron.tensor_model_parallel_size")
-    experts = experts_over(settings, model)
-    return max(tp, experts) if experts <= settings.number("trainer.n_gpus_per_node") else tp
-
-
 def ranks_of_a_sequence(settings: Settings, model: str) -> int:
     """Count the ranks that share a sequence, in verl those of context parallelism or of Ulysses."""
     return prod(settings.number(f"{model}.{name}") for name in _SPREAD)
-
-
-def layout(settings: Settings, model: str) -> dict[str, Any]:
-    """Set the Megatron keys of a model whose experts are spread."""
-    tp = tensor_parallel(settings, model)
-    section = f"{model}.megatron"
-    return {f"{section}.tensor_model_parallel_size": tp, f"{section}.sequence_parallel": tp > 1}
 
 
 def is_dynamic(settings: Settings, model: str) -> bool:

@@ -15,10 +15,8 @@ from megarl.migration.verl import (
     M,
     R,
     budget,
-    experts_over,
     is_dynamic,
     is_sft,
-    layout,
     needs_critic,
     ranks_of_a_sequence,
     updates,
@@ -102,26 +100,15 @@ def betas(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
     return {f"{section}.adam_beta1": value[0], f"{section}.adam_beta2": value[1]} if value else {}
 
 
-def tensor_parallel(key: str, value: Any, settings: Settings) -> Made:
-    result = layout(settings, _model_of(key))
-    if value is None or result[key] == value:
-        return Made(kind="carried", values={} if value is None else {key: value})
-    return Made(kind="translated", values=result, why="with the ranks of expert parallelism")
-
-
 def context_parallel(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
     model = _model_of(key)
     return {f"{model}.megatron.context_parallel_size": ranks_of_a_sequence(settings, model)}
 
 
-def experts(key: str, value: Any, settings: Settings) -> Made | Mapping[str, Any]:
-    model, most = _model_of(key), settings.number("trainer.n_gpus_per_node")
-    if experts_over(settings, model) <= 1:
-        return Made(kind="translated", why="experts are spread over the tensor-parallel ranks")
-    if experts_over(settings, model) > most:
-        why = f"experts are spread over tensor-parallel ranks, of which a node has {most}; use pipeline stages too"
-        return Made(kind="refused", why=why)
-    return layout(settings, model)
+def experts(key: str, value: Any, settings: Settings) -> Made:
+    section = key.rpartition(".")[0]
+    shared = settings.number(f"{section}.tensor_model_parallel_size") > 1
+    return Made(kind="carried", values={key: value, **({f"{section}.sequence_parallel": True} if shared else {})})
 
 
 def profile(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:

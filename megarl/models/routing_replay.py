@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from megarl.models.architecture import Architecture
 from megarl.models.microbatch import MicroBatch, SequenceShard
+from megarl.models.router_pass import OfMicroBatch
 from megarl.parallel.train_groups import TrainGroups
 from megarl.parallel.upload import upload
 from megarl.types import Batch
@@ -44,26 +44,7 @@ class RouterReplay:
     def __init__(self) -> None:
         self.counts = torch.zeros(2, dtype=torch.int64)
         """Recorded choices that the router would have made as well, and all."""
-        self.forget()
-
-    def forget(self) -> None:
-        """Let go of what a pass has left; the router chooses by itself."""
-        self._now: Recorded | None = None
-        self._again: deque[Recorded] = deque()
-        self._train = False
-
-    def take(self, recorded: Recorded, *, train: bool) -> None:
-        """Choose these in the next forward pass.
-
-        Args:
-            train: a backward pass follows, which may compute the layer again.
-        """
-        self._now, self._train = recorded, train
-
-    @property
-    def used_up(self) -> bool:
-        """Say whether the layer was computed again for every micro-batch for which it had to be."""
-        return not self._again
+        self.recorded: OfMicroBatch[Recorded] = OfMicroBatch()
 
     def get_replay_topk(
         self,
@@ -75,7 +56,7 @@ class RouterReplay:
     ) -> tuple[Tensor, Tensor]:
         """Return values and numbers of each token's experts, as Megatron-Core's class of that name does."""
         assert default_compute_topk is not None
-        if self._now is None:
+        if not self.recorded.holds:
             return default_compute_topk(scores, topk, num_groups, group_topk)
         with torch.no_grad():
             _, best = default_compute_topk(scores, topk, num_groups, group_topk)
@@ -84,20 +65,14 @@ class RouterReplay:
         return scores.gather(1, experts), experts
 
     def _next(self, best: Tensor) -> Recorded:
-        """Find the experts for this call, and count those of a first computation.
-
-        Without gradients a training pass keeps nothing but the layer's input: the layer will be computed again, one
-        micro-batch after the other in the same order, when others may have been through it.
-        """
-        if self._again and torch.is_grad_enabled():
-            return self._again.popleft()
-        assert self._now is not None
-        if self._train and not torch.is_grad_enabled():
-            self._again.append(self._now)
-        there = self._now.there[:, None]
-        same = (self._now.experts.long()[:, :, None] == best[:, None]).any(-1) & there
-        self.counts = self.counts.to(same.device) + torch.stack((same.sum(), there.sum() * best.shape[1]))
-        return self._now
+        """Find the experts for this call, and count those of a first computation."""
+        recorded, again = self.recorded.next()
+        assert recorded is not None
+        if not again:
+            there = recorded.there[:, None]
+            same = (recorded.experts.long()[:, :, None] == best[:, None]).any(-1) & there
+            self.counts = self.counts.to(same.device) + torch.stack((same.sum(), there.sum() * best.shape[1]))
+        return recorded
 
 
 class RoutingReplay:
@@ -129,7 +104,7 @@ class RoutingReplay:
         """Begin a pass over micro-batches of this batch; with none recorded, the routers choose by themselves."""
         self._batch, self._train = None if batch.routed_experts is None else batch, train
         for router in self._each_router:
-            router.forget()
+            router.recorded.forget()
             router.counts = torch.zeros(2, dtype=torch.int64)
 
     def enter(self, chunk: Any, micro: MicroBatch) -> None:
@@ -142,14 +117,14 @@ class RoutingReplay:
         there = upload((cells >= 0) & self._batch.routed[cells], self._device)
         experts = upload(self._batch.routed_experts[:, layers.start : layers.stop][cells], self._device)
         for router, of_layer in zip(routers, experts.unbind(1), strict=True):
-            router.take(Recorded(experts=of_layer, there=there), train=self._train)
+            router.recorded.take(Recorded(experts=of_layer, there=there), train=self._train)
 
     def end(self) -> None:
         """End the pass; the routers keep no micro-batch."""
-        assert all(router.used_up for router in self._each_router)
+        assert all(router.recorded.used_up for router in self._each_router)
         self._batch = None
         for router in self._each_router:
-            router.forget()
+            router.recorded.forget()
 
     def counts(self) -> Tensor:
         """Count this rank's recorded choices of the last pass: those that training would have made as well, and all.

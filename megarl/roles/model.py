@@ -22,6 +22,7 @@ from megarl.models.kernels import transformer_engine_available
 from megarl.models.layer_spec import torch_layers, transformer_engine_layers
 from megarl.models.logprobs import vocab_shard
 from megarl.models.microbatch import MicroBatch, SequenceShard, make_micro_batch
+from megarl.models.router_losses import RouterLosses
 from megarl.models.routing_replay import RoutingReplay
 from megarl.models.weights import logical_tensors
 from megarl.parallel.offload import Resident
@@ -100,6 +101,7 @@ class MegatronModel:
             tp=groups.layout.tp if self.transformer_config.sequence_parallel else 1,
             cp=groups.pgs.cp if groups.layout.cp > 1 else None,
         )
+        self.router_losses: RouterLosses | None = None
         self.replay: RoutingReplay | None = None
         if self.kind.replays_routing and arch.moe is not None:
             self.replay = RoutingReplay(arch, groups, self.chunks, self.shard)
@@ -305,6 +307,8 @@ class MegatronModel:
         self, loss: Loss | None, inputs: Iterator[MicroBatch], model: Any
     ) -> tuple[Tensor, Callable[..., Any]]:
         micro = next(inputs)
+        if self.router_losses is not None:
+            self.router_losses.enter(getattr(model, "module", model), micro, train=loss is not None)
         if self.replay is not None:
             self.replay.enter(getattr(model, "module", model), micro)
         hidden = model(micro.tokens, micro.position_ids, None, packed_seq_params=micro.packed)

@@ -21,6 +21,7 @@ from megarl.config.fields import LossAggMode
 from megarl.config.policy import BatchingConfig, MegatronConfig, ModelConfig, OptimConfig
 from megarl.models.architecture import Architecture
 from megarl.models.heads import Head, Passed, ScalarHead
+from megarl.models.router_losses import RouterLosses
 from megarl.parallel.offload import Dropped, OnHost, Rebuilt, Resident
 from megarl.parallel.train_groups import TrainGroups
 from megarl.phases import Item
@@ -79,6 +80,9 @@ class TrainedModel(MegatronModel):
             ]
         modules = (module for chunk in self.chunks for module in chunk.modules())
         self._dispatchers = [module.token_dispatcher for module in modules if isinstance(module, MoELayer)]
+        if arch.moe is not None:
+            weights = dict(aux=megatron.moe_aux_loss_coeff, z=megatron.moe_z_loss_coeff)
+            self.router_losses = RouterLosses(self.arch, groups, self.chunks, self.shard, **weights)
         self.gradient_sync = Stopwatch(next(self.ddp[0].parameters()).device)
         # hooks of the parameters hold the configuration where no collection looks: the model must not be in it
         self.transformer_config.finalize_model_grads_func = partial(_finalize_without_token_count, self.gradient_sync)
@@ -161,6 +165,8 @@ class TrainedModel(MegatronModel):
         if weights is None:
             weights = self._mean_over(batch, mini_batch.sequences, loss)
         batch = prepared(loss, batch, mini_batch.sequences)
+        if self.router_losses is not None:
+            self.router_losses.begin(int(batch.lengths[list(mini_batch.sequences)].sum()))
         passed = self.accumulate_gradients(batch, mini_batch, weights, loss)
         losses = [out for micro in passed for out in micro.losses] if self._reports else []
         metrics = {"loss": Metric(value=0.0), **self._reduce(losses)}
@@ -169,10 +175,23 @@ class TrainedModel(MegatronModel):
         metrics["grad_norm"] = Metric(value=grad_norm)
         metrics["lr"] = Metric(value=self.optimizer.lr)
         metrics["skipped"] = Metric(value=float(not stepped))
+        if self.router_losses is not None:
+            metrics |= self._of_routers(self.router_losses)
         if self.replay is not None and batch.routed_experts is not None:
             same, recorded = self.groups.world.sum_(self.replay.counts(), "the routers' choices").tolist()
             metrics["routing_agreement"] = Metric(value=same / max(1, recorded))
         return metrics, passed
+
+    def _of_routers(self, losses: RouterLosses) -> dict[str, Metric]:
+        """Add up what the routers of all ranks did with a mini-batch."""
+        loads, sums = losses.totals()
+        both = self.groups.world.sum_(torch.cat((loads.flatten().double(), sums)), "the loads of experts")
+        loads, (aux, z) = both[:-2].view_as(loads), both[-2:].tolist()
+        loads = loads / loads.mean(-1, keepdim=True).clamp(min=1e-9)
+        values = {"expert_load_max": float(loads.max()), "expert_load_min": float(loads.min())}
+        if losses.adds:
+            values |= {"router_aux_loss": aux / len(loads), "router_z_loss": z / len(loads)}
+        return {name: Metric(value=value) for name, value in values.items()}
 
     def accumulate_gradients(self, batch: Batch, passes: Passes, weights: Tensor, loss: Loss) -> list[Passed]:
         """Compute the gradient of a mini-batch, reduced over data-parallel ranks; `update` without the step."""

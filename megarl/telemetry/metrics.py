@@ -222,6 +222,17 @@ _UPDATE = (
     _m("train/reward", "score", "beta times an answer's log-ratio to the reference (KTO)"),
     _m("{examples}/reference_point", "nats", "KL to the reference from which answers are measured (KTO)"),
     _m("{update}/loss", "1", "the loss that is differentiated; mean over the step's updates"),
+    _m(
+        "{update}/expert_load_max",
+        "1",
+        "tokens of the expert with the most, over those of an expert of its layer on average; mean over the step's "
+        "updates",
+    ),
+    _m("{update}/expert_load_min", "1", "the same of the expert with the fewest"),
+    _m(
+        "{update}/router_aux_loss", "1", "loss that spreads tokens over experts, without its weight; mean of the layers"
+    ),
+    _m("{update}/router_z_loss", "1", "squared logarithm of the routers' sum of exp(logits), likewise"),
     _m("{update}/grad_norm", "1", "L2 norm of the gradient before it is clipped; mean over the step's updates"),
     _m("{update}/lr", "1", "learning rate; mean over the step's updates"),
     _m(

@@ -139,6 +139,7 @@ class Router:
             moe_router_group_topk=self.groups_per_token if self.grouped else None,
             moe_router_topk_scaling_factor=None if self.scaling_factor == 1.0 else self.scaling_factor,
             moe_router_dtype="fp32",  # rounded logits would tie, and a tie may go to another expert than in the engine
-            moe_router_load_balancing_type="none",  # the configured loss alone
+            moe_router_load_balancing_type="none",  # `RouterLosses` has its own
             moe_aux_loss_coeff=0.0,
+            moe_z_loss_coeff=None,
         )

@@ -1,0 +1,53 @@
+"""Keeps what a router needs to know of the micro-batch that goes through it, also where its layer is computed again."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Generic, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class OfMicroBatch(Generic[T]):
+    """Hands a router a value for each micro-batch, in the order of its calls.
+
+    Without gradients a training pass keeps nothing but a layer's input: the layer is computed again, one micro-batch
+    after the other in the same order, when others may have been through it.
+    """
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of what a pass has left."""
+        self._now: T | None = None
+        self._again: deque[T] = deque()
+        self._train = False
+
+    def take(self, value: T, *, train: bool) -> None:
+        """Hold the value of the micro-batch that goes through next.
+
+        Args:
+            train: a backward pass follows.
+        """
+        self._now, self._train = value, train
+
+    def next(self) -> tuple[T | None, bool]:
+        """Return the value for this call, None if nothing was taken, and whether the layer is computed again."""
+        if self._again and torch.is_grad_enabled():
+            return self._again.popleft(), True
+        if self._now is not None and self._train and not torch.is_grad_enabled():
+            self._again.append(self._now)
+        return self._now, False
+
+    @property
+    def holds(self) -> bool:
+        """Say whether a value was taken."""
+        return self._now is not None
+
+    @property
+    def used_up(self) -> bool:
+        """Say whether the layer was computed again for every micro-batch for which it had to be."""
+        return not self._again
