@@ -14,6 +14,7 @@ from megarl.cli.main import main
 from megarl.cli.plan import bytes_of, size
 
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
+TP2 = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
 PPO = str(ROOT / "configs" / "ppo_smollm2_135m.yaml")
 
 
@@ -52,8 +53,7 @@ def test_the_quickstart() -> None:
 
 
 def test_a_model_without_weights(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
-    tensor_parallel = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
-    assert main(["plan", "--network-rate", "100GB", llama, "--gpus", "16", tensor_parallel]) == 0
+    assert main(["plan", "--network-rate", "100GB", llama, "--gpus", "16", TP2]) == 0
     out = capsys.readouterr().out
     assert "llama, 8.03 billion parameters, on 16 GPUs: training TP2 x PP1 x DP8" in out
     assert "100 GB/s from other nodes" in out
@@ -190,7 +190,7 @@ def test_what_the_whole_run_costs(llama: str, capsys: pytest.CaptureFixture[str]
 
 def test_the_largest_token_budget_leaves_a_fifth_of_the_memory(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     key = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
-    words = ["plan", llama, "--gpus", "8", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"]
+    words = ["plan", llama, "--gpus", "8", TP2]
     assert main(words) == 0
     (text,) = re.findall(r"Largest actor.ppo_max_token_len_per_gpu .* free: ([0-9,]+) ", capsys.readouterr().out)
     tokens = int(text.replace(",", ""))
@@ -199,6 +199,23 @@ def test_the_largest_token_budget_leaves_a_fifth_of_the_memory(llama: str, capsy
         out = capsys.readouterr().out
         assert f"free: {tokens:,} (here {tokens + more:,})" in out
         assert ("warning: update leaves 19.7% of the memory" in out) == warned, out
+
+
+def test_the_longest_sequence_and_what_makes_it_longer(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def planned(*words: str) -> tuple[int, dict[str, int]]:
+        assert main(["plan", llama, "--gpus", "8", TP2, *words]) == 0
+        out = " ".join(capsys.readouterr().out.split())
+        found = re.search(r"of the memory free: ([\d,]+) tokens((?:; [\d,]+ with [^;]+?)*)\. The model has", out)
+        assert found is not None, out
+        others = (part.split(" with ") for part in found[2].split("; ") if part)
+        return int(found[1].replace(",", "")), {key: int(tokens.replace(",", "")) for tokens, key in others}
+
+    tokens, others = planned()
+    recomputed, over_two = "model.enable_gradient_checkpointing=true", "actor.megatron.context_parallel_size=2"
+    assert others.keys() == {recomputed, over_two} and others[recomputed] > 4 * tokens
+    assert others[over_two] == pytest.approx(2 * tokens, rel=0.02)
+    for key, more in others.items():
+        assert planned(f"actor_rollout_ref.{key}")[0] == more  # what is promised is what the key gives
 
 
 def test_a_model_that_does_not_fit(llama: str, capsys: pytest.CaptureFixture[str]) -> None:

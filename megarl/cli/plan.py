@@ -23,6 +23,7 @@ from megarl.estimate.budget import CacheRoom, StageBudget, budget, cache_room
 from megarl.estimate.budget_table import predicted_table, size
 from megarl.estimate.fit import RESERVE, what_does_not_fit, what_leaves_little, what_may_not_fit
 from megarl.estimate.job import Job, parameter_count
+from megarl.estimate.longest import longer_sequences, longest_sequence
 from megarl.estimate.prediction import (
     Lengths,
     between_nodes,
@@ -96,7 +97,12 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         print_table(_traffic_table(job, traffic))
     seconds = step_seconds(job, accelerator, lengths, cache, traffic)
     print_table(_time_table(seconds))
-    for line in (*_run_lines(job, sum(seconds.values())), *_token_budget_lines(job, accelerator, stages)):
+    lines = (
+        *_run_lines(job, sum(seconds.values())),
+        *_token_budget_lines(job, accelerator, stages),
+        *_longest_lines(job, accelerator, stages, moved),
+    )
+    for line in lines:
         console.print(line)
     console.print(_assumptions(job, accelerator, lengths))
     for line in (*unsafe_remarks(config), *layout_warnings(job, lengths, cache)):
@@ -215,6 +221,16 @@ def _token_budget_lines(job: Job, accelerator: Accelerator, stages: Sequence[Sta
         yield (
             f"Largest actor.ppo_max_token_len_per_gpu that leaves {RESERVE:.0%} of the memory free: {tokens:,} "
             f"(here {job.actor.batching.ppo_max_token_len_per_gpu:,})."
+        )
+
+
+def _longest_lines(job: Job, accelerator: Accelerator, stages: Sequence[StageBudget], moved: int) -> Iterator[str]:
+    if tokens := longest_sequence(job, accelerator, stages):
+        others = longer_sequences(job, accelerator, moved=moved)
+        longer = "; ".join(f"{more:,} with {key}" for key, more in others if more > tokens)
+        yield (
+            f"Longest sequence whose update leaves {RESERVE:.0%} of the memory free: {tokens:,} tokens"
+            f"{f'; {longer}' if longer else ''}. The model has {job.arch.max_position_embeddings:,} positions."
         )
 
 

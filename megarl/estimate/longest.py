@@ -1,0 +1,85 @@
+"""Finds the longest sequence that an update of the policy has memory for, and what makes it longer. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from megarl.estimate.accelerator import Accelerator
+from megarl.estimate.budget import StageBudget, budget
+from megarl.estimate.fit import RESERVE
+from megarl.estimate.job import Job
+from megarl.estimate.model import ModelJob
+from megarl.estimate.model_memory import forward_and_backward
+from megarl.estimate.token_budget import STEP
+from megarl.phases import Phase
+
+_MOST = 2**24
+"""Tokens beyond which nobody looks."""
+
+
+def longest_sequence(job: Job, accelerator: Accelerator, stages: Sequence[StageBudget]) -> int:
+    """Count the tokens of the longest sequence, alone in its micro-batches, whose update leaves `RESERVE` of the memory
+    free; in steps of `STEP`.
+
+    Args:
+        stages: of `budget`.
+
+    Returns:
+        0 if none does.
+    """
+    room = (1 - RESERVE) * accelerator.memory
+    beside = [stage.total(Phase.UPDATE) - _update(job.actor, stage) for stage in stages]
+    fits, too_many = 0, _MOST // STEP
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        model = _with_sequences_of(job.actor, middle * STEP)
+        if all(rest + _update(model, stage) <= room for rest, stage in zip(beside, stages, strict=True)):
+            fits = middle
+        else:
+            too_many = middle
+    return fits * STEP
+
+
+def longer_sequences(job: Job, accelerator: Accelerator, *, moved: int) -> Iterator[tuple[str, int]]:
+    """List keys that let sequences be longer on as many GPUs, each with the longest then.
+
+    Args:
+        moved: see `budget`.
+    """
+    for key, other in _alternatives(job):
+        yield key, longest_sequence(other, accelerator, budget(other, accelerator, moved=moved))
+
+
+def _update(model: ModelJob, stage: StageBudget) -> int:
+    return sum(forward_and_backward(model, stage.stage).values())
+
+
+def _with_sequences_of(model: ModelJob, tokens: int) -> ModelJob:
+    """Give a model such sequences, as many of them as before, one to a micro-batch."""
+    config = model.config
+    data = config.data.model_copy(update={"max_prompt_length": 1, "max_response_length": tokens - 1})
+    batching = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": -(-tokens // model.layout.cp)}
+    return replace(
+        model,
+        config=config.model_copy(update={"data": data}),
+        batching=model.batching.model_copy(update=batching),
+    )
+
+
+def _alternatives(job: Job) -> Iterator[tuple[str, Job]]:
+    roles = job.config.actor_rollout_ref
+    if not roles.model.enable_gradient_checkpointing:
+        model = roles.model.model_copy(update={"enable_gradient_checkpointing": True})
+        config = job.config.model_copy(update={"actor_rollout_ref": roles.model_copy(update={"model": model})})
+        yield "model.enable_gradient_checkpointing=true", replace(job, config=config)
+    if job.train.dp % 2 == 0:
+        layout = replace(job.train, cp=2 * job.train.cp)
+        megatron = roles.actor.megatron.model_copy(update={"context_parallel_size": layout.cp})
+        try:
+            job.arch.check_training(layout, sequence_parallel=megatron.sequence_parallel)
+        except ValueError:
+            return
+        actor = roles.actor.model_copy(update={"megatron": megatron})
+        config = job.config.model_copy(update={"actor_rollout_ref": roles.model_copy(update={"actor": actor})})
+        yield f"actor.megatron.context_parallel_size={layout.cp}", replace(job, config=config, train=layout)
