@@ -147,11 +147,12 @@ def test_a_hugging_face_folder_is_evaluated_by_keys_alone(ranks: Ranks, folder: 
 @pytest.mark.slow
 def test_one_rank_answers_for_a_run_whose_experts_were_dealt_out(tmp_path: Path) -> None:
     roles = "actor_rollout_ref"
-    overrides = [f"{roles}.actor.megatron.expert_model_parallel_size=2", f"{roles}.rollout.enable_expert_parallel=true"]
+    overrides = [f"{roles}.actor.megatron.{kind}_parallel_size=2" for kind in ("expert_model", "context")]
+    overrides += [f"{roles}.rollout.enable_expert_parallel=true"]
     config = load_config(str(write_run(tmp_path)), [*overrides, f"{roles}.rollout.tensor_model_parallel_size=2"])
     settings: dict[str, Any] = dict(requests=1, max_tokens=None, context=None, keep_engine=False)
     answering = answering_config(config, positions=32, **settings)
-    assert (train_layout(answering).ep, generation_layout(answering).ep) == (1, 1)
+    assert (train_layout(answering).ep, train_layout(answering).cp, generation_layout(answering).ep) == (1, 1, 1)
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from megarl.models.parts.gated_delta import GatedDelta
 from megarl.models.parts.grouped_query import GroupedQuery
 from megarl.parallel.layout import TrainLayout
 from megarl.rehearsal.room import layouts
+from megarl.rehearsal.small_keys import with_ranks
 from megarl.rehearsal.small_model import Splits, small_config
 from megarl.rehearsal.small_run import SmallRunMaker
 from megarl.trainer.admission.checks import check_run
@@ -62,6 +63,17 @@ def test_a_small_model_is_split_as_the_real_one(
         arch.check_generation(tp=tp)
     assert (arch.family, arch.output, arch.moe is None) == (real.family, real.output, real.moe is None)
     assert arch.hidden_size < 300 and small_config(config, splits, None, lambda a: True)["vocab_size"] > 100_000
+
+
+def test_a_small_model_has_heads_for_the_ranks_of_a_sequence(tmp_path: Path) -> None:
+    """Four ranks of a sequence on each of two tensor-parallel ranks want eight heads, where the latter want two."""
+    config = json.loads((ROOT / "configs" / "models" / "llama3_8b" / "config.json").read_text())
+    for context, heads in (({(4, 2)}, 8), (set(), 4)):
+        splits = Splits(tensor=frozenset({1, 2}), chunks=1, sequence_parallel=True, context=frozenset(context))
+        assert small_config(config, splits, 300, lambda arch: True)["num_attention_heads"] == heads
+    keys = ["actor_rollout_ref.actor.megatron.context_parallel_size=4", "trainer.n_gpus_per_node=8"]
+    small = with_ranks(load_config(str(write_run(tmp_path)), keys), 1)
+    assert small is not None and (train_layout(small).cp, train_layout(small).dp) == (4, 1)
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])

@@ -34,6 +34,7 @@ class Splits:
 
     Attributes:
         tensor: tensor-parallel sizes, of training, of its experts and of generation.
+        context: context-parallel sizes, each with the tensor-parallel size of its layout.
         chunks: parts of the pipeline, at most; None: keys say how many layers each has, so all layers stay.
         sequence_parallel: whether a layout splits norms along the sequence.
         experts: parts into which the experts are dealt out, over all layouts.
@@ -43,6 +44,7 @@ class Splits:
     chunks: int | None
     sequence_parallel: bool
     experts: int = 1
+    context: frozenset[tuple[int, int]] = frozenset()
 
 
 def small_config(
@@ -120,7 +122,10 @@ def _with_heads(config: Mapping[str, Any], splits: Splits, serves: Callable[[Arc
         arch = FAMILIES[language_model_of(config["architectures"][0])](small)
         if _fits(arch, splits) and serves(arch):
             return small
-    raise ValueError(f"no small model has heads for tensor-parallel sizes {sorted(splits.tensor)}")
+    sizes = [f"tensor-parallel sizes {sorted(splits.tensor)}"]
+    if any(cp > 1 for cp, _ in splits.context):
+        sizes.append(f"context-parallel sizes {sorted({cp for cp, _ in splits.context})}")
+    raise ValueError(f"no small model has heads for {' and '.join(sizes)}")
 
 
 def _sharing(groups: int, tp: int) -> tuple[bool, int]:
@@ -130,8 +135,8 @@ def _sharing(groups: int, tp: int) -> tuple[bool, int]:
 
 def _fits(arch: Architecture, splits: Splits) -> bool:
     try:
-        for tp in splits.tensor:
-            layout = TrainLayout(ranks=range(tp), tp=tp, etp=1 if arch.whole_experts else None)
+        for cp, tp in (*splits.context, *((1, tp) for tp in splits.tensor)):
+            layout = TrainLayout(ranks=range(tp * cp), tp=tp, cp=cp, etp=1 if arch.whole_experts else None)
             arch.check_training(layout, sequence_parallel=splits.sequence_parallel)
             arch.check_generation(tp=tp)
     except ValueError:

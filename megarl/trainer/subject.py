@@ -193,6 +193,7 @@ def answering_config(
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
         "virtual_pipeline_model_parallel_size": None,
+        "context_parallel_size": 1,
         "expert_model_parallel_size": 1,
         "expert_tensor_parallel_size": None,
         "sequence_parallel": False,
