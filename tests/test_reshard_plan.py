@@ -71,13 +71,13 @@ def cases(draw: st.DrawFn) -> Case:
         world *= ep * (etp or tp)
     train = TrainLayout(ranks=range(world), tp=tp, pp=pp, cp=cp, chunks=chunks, ep=ep, etp=etp)
     groups = draw(st.sampled_from((1, 2, 4)))
-    most = max(tp, generation_tp)
+    most = math.lcm(tp * cp, generation_tp)
     arch = architecture(
         num_layers=draw(st.integers(pp * chunks, 2 * pp * chunks)),
         vocab_size=draw(st.sampled_from((5, 8, 13))),  # 5 leaves the last of four ranks without a row
         tied=draw(st.booleans()),
         num_key_value_heads=groups,
-        num_attention_heads=groups * draw(st.sampled_from([n for n in (1, 2, 4) if groups * n % most == 0])),
+        num_attention_heads=groups * draw(st.sampled_from([n for n in (1, 2, 4, 8) if groups * n % most == 0])),
         head_dim=draw(st.sampled_from((4, 8))),
         qkv_bias=draw(st.booleans()),
         qk_norm=draw(st.booleans()),

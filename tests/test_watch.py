@@ -250,6 +250,9 @@ ELSEWHERE = {
     "reshard/transport/peer.py": "over the ranks that hold one model",
     "diagnosis/all_reduce.py": "measured",
     "diagnosis/preflight.py": "of a job of its own, with a limit of its own",
+    "models/exchange.py": "within a layer's pass, as Megatron-Core's own",
+    "models/microbatch.py": "within a pass, of ranks that share a sequence",
+    "models/router_losses.py": "within a layer's pass",
     "parallel/cpu.py": "in the place of one that its caller watches",
 }
 """Where collectives of fewer ranks stand."""
