@@ -15,8 +15,10 @@ from run_cases import run_here
 from tiny_run import FINGERPRINT, metrics_of, numbers_of, write_run
 from training_cases import ARCH, LATENT, LINEAR, Case, actor_in, fixed_batch
 
+from megarl.config import load_config
 from megarl.models.architecture import Architecture
 from megarl.parallel.layout import TrainLayout
+from megarl.trainer.admission.checks import check_layouts
 from megarl.types import batch_of
 
 
@@ -145,6 +147,14 @@ def test_a_run_and_the_rest_of_it(ranks: Ranks, tmp_path: Path) -> None:
 def test_what_does_not_divide_is_refused(arch: Architecture, layout: dict[str, int], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         arch.check_training(TrainLayout(ranks=range(8), **layout), sequence_parallel=True)
+
+
+def test_losses_of_routers_want_experts_that_are_trained(tmp_path: Path) -> None:
+    config = str(write_run(tmp_path))
+    for role, key in (("actor_rollout_ref.actor", "moe_aux_loss_coeff"), ("critic", "moe_z_loss_coeff")):
+        said = rf"{role.rpartition('.')[2]}.megatron.{key}: no experts are trained there; leave it out"
+        with pytest.raises(ValueError, match=said):
+            check_layouts(load_config(config, ["algorithm.adv_estimator=gae", f"{role}.megatron.{key}=0.1"]))
 
 
 def test_a_layout_names_its_ranks_of_a_sequence() -> None:

@@ -177,9 +177,12 @@ def test_ranks_of_sequences_and_experts_stay_what_they_are() -> None:
     megatron = _migrated(f"{own}.tensor_model_parallel_size=2", *experts).actor_rollout_ref.actor.megatron
     assert (megatron.tensor_model_parallel_size, megatron.sequence_parallel) == (2, True)
     assert (megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size) == (8, 1)
-    words = [f"{own}.override_transformer_config.moe_{name}_loss_coeff=0.01" for name in ("aux", "z")]
-    megatron = _migrated(*words).actor_rollout_ref.actor.megatron
-    assert (megatron.moe_aux_loss_coeff, megatron.moe_z_loss_coeff) == (0.01, 0.01)
+    dense = [f"{own}.sequence_parallel=false", f"{own}.expert_model_parallel_size=1"]
+    assert not _migrated(
+        f"{own}.tensor_model_parallel_size=2", *dense
+    ).actor_rollout_ref.actor.megatron.sequence_parallel
+    z = _migrated(f"{own}.override_transformer_config.moe_z_loss_coeff=0.01").actor_rollout_ref.actor.megatron
+    assert z.moe_z_loss_coeff == 0.01
     engine = "actor_rollout_ref.rollout"
     for keys in ([f"{engine}.expert_parallel_size=4"], [f"{engine}.enable_expert_parallel=true"]):
         rollout = _migrated(f"{engine}.tensor_model_parallel_size=4", *keys).actor_rollout_ref.rollout
@@ -212,6 +215,7 @@ def test_stages_keep_their_layers(section: str) -> None:
         ("algorithm.adv_estimator=gdpo", "megarl algorithms"),
         ("actor_rollout_ref.model.trust_remote_code=True", "no code of a model's folder"),
         ("nobody.knows_this=1", "not known here"),
+        (f"{A}.megatron.override_transformer_config.moe_aux_loss_coeff=0.01", "idle there unless"),
         ("data.train_batch_size=many", "should be a valid integer"),
     ],
 )

@@ -88,14 +88,15 @@ class ShardedParts:
         if staging is not None:
             with suppress(MemoryError):
                 self._common, mine, self.copied = copy.deepcopy(self._common), _copied(mine, staging), True
-        # all of this runs while the tensors are copied
-        self._planner = _Planner(mine)
-        every_part = determine_global_metadata(parts)[1]
-        validate_sharding_integrity(every_part, common_state_dict=self._common)  # each element exactly once
-        bits = bit_sums(tensors)
-        everyone = world.gather((self._planner.items, bits), "the plan of a checkpoint")
-        if staging is not None:
-            staging.wait()
+        try:  # all of this runs while the tensors are copied
+            self._planner = _Planner(mine)
+            every_part = determine_global_metadata(parts)[1]
+            validate_sharding_integrity(every_part, common_state_dict=self._common)  # each element exactly once
+            bits = bit_sums(tensors)
+            everyone = world.gather((self._planner.items, bits), "the plan of a checkpoint")
+        finally:
+            if staging is not None:
+                staging.wait()
         self._plans = [items for items, _ in everyone]
         self.bits = total_of(sums for _, sums in everyone)
         self.rank = world.rank

@@ -23,7 +23,7 @@ from megarl.estimate.budget import CacheRoom, StageBudget, budget, cache_room
 from megarl.estimate.budget_table import predicted_table, size
 from megarl.estimate.fit import RESERVE, what_does_not_fit, what_leaves_little, what_may_not_fit
 from megarl.estimate.job import Job, parameter_count
-from megarl.estimate.longest import longer_sequences, longest_sequence
+from megarl.estimate.longest import longer_sequences, longest_sequence, most_looked_for
 from megarl.estimate.prediction import (
     Lengths,
     between_nodes,
@@ -230,6 +230,7 @@ def _longest_lines(job: Job, accelerator: Accelerator, stages: Sequence[StageBud
         longer = "; ".join(f"{more:,} with {key}" for key, more in others if more > tokens)
         yield (
             f"Longest sequence whose update leaves {RESERVE:.0%} of the memory free: {tokens:,} tokens"
+            f"{' or more' * (tokens == most_looked_for(job))}"
             f"{f'; {longer}' if longer else ''}. The model has {job.arch.max_position_embeddings:,} positions."
         )
 

@@ -144,12 +144,12 @@ def _small_run(config: Config, arch: Architecture, folder: str, most: int | None
             if needed <= free:
                 return small
     megatron = config.actor_rollout_ref.actor.megatron
-    least = megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size
+    least = megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size * megatron.context_parallel_size
     if not needed:
         raise ValueError(f"--ranks {most} is too few: the layout needs {least} ranks at least")
     raise ValueError(
         f"{least} ranks take about {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of this machine's memory are "
-        "free; rehearse on a larger machine, or smaller tensor and pipeline sizes"
+        "free; rehearse on a larger machine, or smaller tensor, pipeline and context sizes"
     )
 
 

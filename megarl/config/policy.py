@@ -97,7 +97,7 @@ class MegatronConfig(Section):
         None, ge=1, description="ranks that share each expert; default tensor_model_parallel_size"
     )
     moe_aux_loss_coeff: float = Field(
-        0.0, ge=0, description="weight of a loss that spreads tokens over the experts, for each layer"
+        0.0, ge=0, description="weight of a loss that spreads a micro-batch's tokens over the experts, for each layer"
     )
     moe_z_loss_coeff: float = Field(0.0, ge=0, description="weight of a loss that keeps the routers' logits small")
     sequence_parallel: bool = Field(False, description="split norms and residuals along the sequence within TP")

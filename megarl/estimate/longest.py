@@ -12,25 +12,34 @@ from megarl.estimate.job import Job
 from megarl.estimate.model import ModelJob
 from megarl.estimate.model_memory import forward_and_backward
 from megarl.estimate.token_budget import STEP
+from megarl.flow_kinds import format_of
+from megarl.models.parts.grouped_query import GroupedQuery
 from megarl.phases import Phase
 
-_MOST = 2**24
-"""Tokens beyond which nobody looks."""
+_POSITIONS = 8
+"""Nobody looks for sequences of more than so many times the model's positions."""
 
 
-def longest_sequence(job: Job, accelerator: Accelerator, stages: Sequence[StageBudget]) -> int:
-    """Count the tokens of the longest sequence, alone in its micro-batches, whose update leaves `RESERVE` of the memory
-    free; in steps of `STEP`.
+def most_looked_for(job: Job) -> int:
+    """Count the tokens of the longest sequence that is considered."""
+    return -(-_POSITIONS * job.arch.max_position_embeddings // STEP) * STEP
+
+
+def longest_sequence(job: Job, accelerator: Accelerator, stages: Sequence[StageBudget]) -> int | None:
+    """Count the tokens of the longest sequence, alone in its micro-batch or with the other of its pair, whose update
+    leaves `RESERVE` of the memory free; in steps of `STEP`.
 
     Args:
         stages: of `budget`.
 
     Returns:
-        0 if none does.
+        0 if none does; no more than `most_looked_for`. None where attention takes memory that nothing here counts.
     """
+    if any(isinstance(layer.attention, GroupedQuery) and layer.attention.sinks for layer in job.arch.kinds):
+        return None
     room = (1 - RESERVE) * accelerator.memory
     beside = [stage.total(Phase.UPDATE) - _update(job.actor, stage) for stage in stages]
-    fits, too_many = 0, _MOST // STEP
+    fits, too_many = 0, most_looked_for(job) // STEP + 1
     while too_many - fits > 1:
         middle = (fits + too_many) // 2
         model = _with_sequences_of(job.actor, middle * STEP)
@@ -48,7 +57,7 @@ def longer_sequences(job: Job, accelerator: Accelerator, *, moved: int) -> Itera
         moved: see `budget`.
     """
     for key, other in _alternatives(job):
-        yield key, longest_sequence(other, accelerator, budget(other, accelerator, moved=moved))
+        yield key, longest_sequence(other, accelerator, budget(other, accelerator, moved=moved)) or 0
 
 
 def _update(model: ModelJob, stage: StageBudget) -> int:
@@ -56,10 +65,11 @@ def _update(model: ModelJob, stage: StageBudget) -> int:
 
 
 def _with_sequences_of(model: ModelJob, tokens: int) -> ModelJob:
-    """Give a model such sequences, as many of them as before, one to a micro-batch."""
+    """Give a model such sequences, as many of them as before, one or a pair to a micro-batch."""
     config = model.config
+    together = 2 if format_of(config) == "preferences" else 1
     data = config.data.model_copy(update={"max_prompt_length": 1, "max_response_length": tokens - 1})
-    batching = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": -(-tokens // model.layout.cp)}
+    batching = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": -(-together * tokens // model.layout.cp)}
     return replace(
         model,
         config=config.model_copy(update={"data": data}),

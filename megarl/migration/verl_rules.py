@@ -107,7 +107,7 @@ def context_parallel(key: str, value: Any, settings: Settings) -> Mapping[str, A
 
 def experts(key: str, value: Any, settings: Settings) -> Made:
     section = key.rpartition(".")[0]
-    shared = settings.number(f"{section}.tensor_model_parallel_size") > 1
+    shared = settings.number(key) > 1 and settings.number(f"{section}.tensor_model_parallel_size") > 1
     return Made(kind="carried", values={key: value, **({f"{section}.sequence_parallel": True} if shared else {})})
 
 

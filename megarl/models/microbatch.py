@@ -1,6 +1,6 @@
 """Collates sequences of a batch into the tensors of one forward pass, packed or padded.
 
-With context parallelism a rank gets neighbouring columns of the row, or rows, which all its ranks make alike.
+With context parallelism the ranks that share sequences lay out the same rows, and each keeps some neighbouring columns.
 """
 
 from __future__ import annotations

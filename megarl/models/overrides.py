@@ -20,7 +20,7 @@ _KEY = "actor.megatron.override_transformer_config"
 _RECOMPUTED = ("recompute_granularity", "recompute_method", "recompute_num_layers")  # set, but anyone's to choose
 _DECIDED = re.compile(
     r".*parallel_(size|sizes|layout)|.*_pipeline_stage|account_for_.*_in_pipeline_split|.*_dtype|fp16|enable_autocast"
-    r"|num_moe_experts|moe_(layer_freq|shared_.*|latent_size|router_(score_function|enable_expert_bias|.*_factor))"
+    r"|cp_comm_type|moe_input_jitter_eps|moe_router_force_.*|num_moe_experts|moe_(layer_freq|shared_.*|latent_size|router_(score_function|enable_expert_bias|.*_factor))"
     r"|mtp_.*|mamba_.*|linear_.*|dsa_.*|hetero.*|heter.*|is_hybrid_model|experimental_attention_variant"
     r"|multi_latent_attention|attention_output_gate|window_.*|softmax_(scale|type)|qk_(l2_norm|clip.*)|no_rope_freq"
     r"|rope_type|mscale.*|beta_.*|original_max_position_embeddings|cache_mla_latents"
@@ -55,6 +55,10 @@ def check_overrides(
             near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
             suggestion = f"; did you mean '{near[0]}'?" if near else ""
             raise ValueError(f"{_KEY}: Megatron-Core's TransformerConfig has no '{name}'{suggestion}")
+        if name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
+            raise ValueError(
+                f"{_KEY}.{name}: set actor.megatron.{name}, which is divided by all tokens of a mini-batch"
+            )
         decided = (name in fields and name not in _RECOMPUTED) or _DECIDED.fullmatch(name)
         if decided or (name.startswith("moe_") and arch.moe is None):
             raise ValueError(f"{_KEY}.{name}: the model and the layout decide it; leave it out")

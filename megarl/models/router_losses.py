@@ -1,8 +1,8 @@
 """Adds losses to a model's routers, which spread tokens over experts, and counts the tokens of each expert.
 
 Megatron-Core's own are divided by the tokens of one micro-batch on one rank, and otherwise from version to version.
-These are sums over all tokens of a mini-batch, divided by their number, however the tokens lie on ranks; padding is
-none of them.
+These are sums over all tokens of a mini-batch, divided by their number; padding is none of them. Ranks that share a
+micro-batch change nothing, and the balance is that within each micro-batch.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class RouterLosses:
 
     def _loss(self, logits: Tensor, there: Tensor, counts: Tensor) -> Tensor:
         """Compute a micro-batch's part of the losses in a layer, of the tokens on this rank."""
-        logits = logits.flatten(0, -2).float()[there]
+        logits = logits.flatten(0, -2).float()
         everywhere = torch.cat((counts, there.sum()[None]))
         if self._group.size() > 1:  # the others have other tokens of the micro-batch
             dist.all_reduce(everywhere, group=self._group)
@@ -124,8 +124,8 @@ class RouterLosses:
         else:
             scores = logits.softmax(-1)
         per_token = logits.shape[-1] / (self._each * everywhere[-1].clamp(min=1) * self._tokens)
-        aux = (scores.sum(0) * everywhere[:-1]).sum() * per_token
-        z = logits.logsumexp(-1).square().sum() / self._tokens
+        aux = ((scores * there[:, None]).sum(0) * everywhere[:-1]).sum() * per_token
+        z = (logits.logsumexp(-1).square() * there).sum() / self._tokens
         self._sums += torch.stack((aux.detach(), z.detach()))
         return self._aux * aux + self._z * z
 

@@ -42,11 +42,18 @@ def split_of(megatron: MegatronConfig) -> PipelineSplit:
 
 
 def check_megatron(megatron: MegatronConfig) -> None:
-    """Raise ValueError, with what to change, for keys that do not go together."""
+    """Raises ValueError, with what to change, for keys that do not go together."""
     if megatron.virtual_pipeline_model_parallel_size and megatron.pipeline_model_parallel_size == 1:
         raise ValueError("virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size of 2 or more")
     if megatron.overlap_param_gather and not (megatron.use_distributed_optimizer and megatron.overlap_grad_reduce):
         raise ValueError("overlap_param_gather needs use_distributed_optimizer=true and overlap_grad_reduce=true")
+
+
+def check_router_losses(role: str, megatron: MegatronConfig, *, trains_experts: bool) -> None:
+    """Raises ValueError for a loss of routers where none is trained."""
+    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
+        if getattr(megatron, name) and not trains_experts:
+            raise ValueError(f"{role}.megatron.{name}: no experts are trained there; leave it out")
 
 
 def generation_layout(config: Config) -> GenerationLayout:

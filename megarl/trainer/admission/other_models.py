@@ -9,7 +9,8 @@ from megarl.checkpoint.huggingface_folder import check_weights, refuse_remote_co
 from megarl.config import Config
 from megarl.models.architecture import Architecture
 from megarl.models.weights import SCORE
-from megarl.trainer.layouts import check_megatron, train_layout
+from megarl.role_kinds import CRITIC
+from megarl.trainer.layouts import check_megatron, check_router_losses, train_layout
 from megarl.trainer.other_models import OtherRole, architecture_of, other_roles, own_tokenizer
 
 
@@ -53,6 +54,8 @@ def _check_layout(role: OtherRole, config: Config, policy: Architecture) -> None
         _check_vocabulary(arch, policy)
     layout = train_layout(config, megatron)
     check_megatron(megatron)
+    trained = role.kind.name == CRITIC.name
+    check_router_losses(role.kind.name, megatron, trains_experts=trained and arch.moe is not None)
     arch.check_training(layout, sequence_parallel=megatron.sequence_parallel)
     longest = config.data.max_sequence_length
     what = f"data.max_prompt_length + data.max_response_length = {longest}"
