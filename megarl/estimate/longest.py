@@ -11,7 +11,7 @@ from megarl.estimate.fit import RESERVE
 from megarl.estimate.job import Job
 from megarl.estimate.model import ModelJob
 from megarl.estimate.model_memory import forward_and_backward
-from megarl.estimate.token_budget import STEP
+from megarl.estimate.token_budget import STEP, most_that_fit
 from megarl.flow_kinds import format_of
 from megarl.models.parts.grouped_query import GroupedQuery
 from megarl.phases import Phase
@@ -39,15 +39,12 @@ def longest_sequence(job: Job, accelerator: Accelerator, stages: Sequence[StageB
         return None
     room = (1 - RESERVE) * accelerator.memory
     beside = [stage.total(Phase.UPDATE) - _update(job.actor, stage) for stage in stages]
-    fits, too_many = 0, most_looked_for(job) // STEP + 1
-    while too_many - fits > 1:
-        middle = (fits + too_many) // 2
-        model = _with_sequences_of(job.actor, middle * STEP)
-        if all(rest + _update(model, stage) <= room for rest, stage in zip(beside, stages, strict=True)):
-            fits = middle
-        else:
-            too_many = middle
-    return fits * STEP
+
+    def fit(tokens: int) -> bool:
+        model = _with_sequences_of(job.actor, tokens)
+        return all(rest + _update(model, stage) <= room for rest, stage in zip(beside, stages, strict=True))
+
+    return most_that_fit(most_looked_for(job), fit)
 
 
 def longer_sequences(job: Job, accelerator: Accelerator, *, moved: int) -> Iterator[tuple[str, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from megarl.estimate.accelerator import Accelerator
@@ -33,10 +33,20 @@ def largest_token_budget(job: Job, accelerator: Accelerator, stages: Sequence[St
         return None
     room = (1 - RESERVE) * accelerator.memory
     everything = -(-_with(job.actor, tokens=10**12).micro_batch_tokens(job.actor.forward_batch) // job.actor.layout.cp)
-    fits, too_many = 0, everything // STEP + 1
+    return most_that_fit(everything, lambda tokens: _most_held(job, stages, tokens) <= room)
+
+
+def most_that_fit(most: int, fit: Callable[[int], bool]) -> int:
+    """Find the largest number of tokens that fits, in steps of `STEP`; 0 if none does.
+
+    Args:
+        most: no more are tried.
+        fit: says of a number whether it fits, and so do all smaller ones.
+    """
+    fits, too_many = 0, most // STEP + 1
     while too_many - fits > 1:
         middle = (fits + too_many) // 2
-        if _most_held(job, stages, middle * STEP) <= room:
+        if fit(middle * STEP):
             fits = middle
         else:
             too_many = middle

@@ -57,6 +57,10 @@ class MicroBatch:
     temperature: float
     part: Part | None = None
 
+    def cells_of(self, shard: SequenceShard, tp_rank: int) -> Tensor:
+        """Take the part of `cells` whose hidden states a tensor-parallel rank has within the layers."""
+        return self.cells.view(shard.tp, -1)[tp_rank if shard.tp > 1 else 0]
+
     def at_own_tokens(self) -> Mapping[str, Tensor]:
         """Take the values of `columns` at this rank's trained tokens, float32 [R] each."""
         if self.part is None:
@@ -166,6 +170,18 @@ def _own(flat: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
     return flat[which] - begin, which
 
 
+def _part(tokens: Tensor, sequences: Tensor, shard: SequenceShard, device: torch.device) -> Part | None:
+    if shard.cp is None:
+        return None
+    return Part(tokens=upload(tokens, device), sequences=upload(sequences, device), group=shard.cp)
+
+
+def _packed(lengths: list[int], total: int, shard: SequenceShard, device: torch.device) -> PackedSequences:
+    """Describe a row of so many tokens in all, whose padding is a sequence of its own."""
+    padding = total - sum(lengths)
+    return packed_sequences([*lengths, *([padding] if padding else [])], device, shard.own(total))
+
+
 def make_micro_batch(
     batch: Batch,
     sequences: Sequence[int],
@@ -198,20 +214,16 @@ def make_micro_batch(
     if packed:
         total = shard.padded(len(tokens))
         grid = _Grid(shape=(1, total), row=torch.zeros_like(positions), column=torch.arange(len(tokens)))
-        padding = [total - len(tokens)] if total > len(tokens) else []
-        description = packed_sequences([*lengths.tolist(), *padding], device, shard.own(total))
+        description = _packed(lengths.tolist(), total, shard, device)
     else:
         longest = shard.padded(max(lengths.tolist(), default=0))
         grid = _Grid(shape=(max(1, len(places)), longest), row=sequence, column=positions)
     rows, (first, after) = grid.shape[0], shard.own(grid.shape[1])
+    begin, end = first * rows, after * rows
     cells = torch.full((rows * grid.shape[1],), -1).index_copy_(0, grid.flat, tokens)
     trained = torch.zeros_like(places).index_add_(0, sequence, is_trained.long())
-    begin, end = first * rows, after * rows
     predictors, own_tokens = _own(grid.flat[is_trained] - rows, begin, end)  # a token's predictor is one column before
     last, own_sequences = _own(grid.flat[ends - 1], begin, end)
-    part = None
-    if shard.cp is not None:
-        part = Part(tokens=upload(own_tokens, device), sequences=upload(own_sequences, device), group=shard.cp)
     return MicroBatch(
         tokens=upload(grid.laid_out(batch.tokens[tokens])[:, first:after], device),
         position_ids=upload(grid.laid_out(positions)[:, first:after], device),
@@ -226,5 +238,5 @@ def make_micro_batch(
         columns={name: upload(values[index], device) for name, values in (columns or {}).items()},
         sequence_columns={name: upload(values[places], device) for name, values in (sequence_columns or {}).items()},
         temperature=batch.temperature,
-        part=part,
+        part=_part(own_tokens, own_sequences, shard, device),
     )

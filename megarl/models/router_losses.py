@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megarl.models.architecture import Architecture
 from megarl.models.microbatch import MicroBatch, SequenceShard
-from megarl.models.router_pass import OfMicroBatch
+from megarl.models.router_pass import OfMicroBatch, routers_of
 from megarl.parallel.train_groups import TrainGroups
 from megarl.parallel.upload import upload
 
@@ -54,14 +53,10 @@ class RouterLosses:
         self._sigmoid = arch.moe.score_function == "sigmoid"
         self._tokens = 1
         self._real: dict[Any, list[OfMicroBatch[Tensor]]] = {chunk: [] for chunk in chunks}
-        places = {layer: place for place, layer in enumerate(arch.expert_layers)}
-        self._loads = torch.zeros(len(places), arch.moe.num_experts, dtype=torch.int64, device=self._device)
+        self._loads = torch.zeros(len(arch.expert_layers), arch.moe.num_experts, dtype=torch.int64, device=self._device)
         self._sums = torch.zeros(2, dtype=torch.float64, device=self._device)
-        at = groups.layout.coords(groups.world.rank)
-        for number, chunk in enumerate(chunks):
-            layers = [places[i] for i in groups.layout.layers(arch.num_layers, at.pp, number) if i in places]
-            routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
-            for place, router in zip(layers, routers, strict=True):
+        for chunk, routers in routers_of(arch, groups, chunks).items():
+            for place, router in routers.items():
                 real: OfMicroBatch[Tensor] = OfMicroBatch()
                 self._real[chunk].append(real)
                 router.register_forward_hook(self._hook(place, real))
@@ -82,8 +77,7 @@ class RouterLosses:
     def enter(self, chunk: Any, micro: MicroBatch, *, train: bool) -> None:
         """Tell the routers of a chunk which tokens of the micro-batch that enters it are no padding."""
         if self._real[chunk]:
-            cells = micro.cells.view(self._shard.tp, -1)[self._tp_rank if self._shard.tp > 1 else 0]
-            real = upload(cells >= 0, self._device)
+            real = upload(micro.cells_of(self._shard, self._tp_rank) >= 0, self._device)
             for router in self._real[chunk]:
                 router.take(real, train=train)
 

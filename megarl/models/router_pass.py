@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Generic, TypeVar
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
+from megatron.core.transformer.moe.router import TopKRouter
+
+from megarl.models.architecture import Architecture
+from megarl.parallel.train_groups import TrainGroups
 
 T = TypeVar("T")
+
+
+def routers_of(arch: Architecture, groups: TrainGroups, chunks: Sequence[Any]) -> dict[Any, dict[int, TopKRouter]]:
+    """List the routers of each chunk of a model on this rank, by their layer's place among those with experts."""
+    layout, at = groups.layout, groups.layout.coords(groups.world.rank)
+    places = {layer: place for place, layer in enumerate(arch.expert_layers)}
+    routers = {}
+    for number, chunk in enumerate(chunks):
+        mine = [places[i] for i in layout.layers(arch.num_layers, at.pp, number) if i in places]
+        modules = (module for module in chunk.modules() if isinstance(module, TopKRouter))
+        routers[chunk] = dict(zip(mine, modules, strict=True))
+    return routers
 
 
 class OfMicroBatch(Generic[T]):

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megarl.models.architecture import Architecture
 from megarl.models.microbatch import MicroBatch, SequenceShard
-from megarl.models.router_pass import OfMicroBatch
+from megarl.models.router_pass import OfMicroBatch, routers_of
 from megarl.parallel.train_groups import TrainGroups
 from megarl.parallel.upload import upload
 from megarl.types import Batch
@@ -84,18 +83,15 @@ class RoutingReplay:
     """
 
     def __init__(self, arch: Architecture, groups: TrainGroups, chunks: Sequence[Any], shard: SequenceShard) -> None:
-        layout, at = groups.layout, groups.layout.coords(groups.world.rank)
-        self._device, self._shard, self._tp_rank = groups.world.device, shard, at.tp
-        places = {layer: place for place, layer in enumerate(arch.expert_layers)}
+        self._device, self._shard = groups.world.device, shard
+        self._tp_rank = groups.layout.coords(groups.world.rank).tp
         self._layers: dict[Any, range] = {}
         self._routers: dict[Any, list[RouterReplay]] = {}
-        for number, chunk in enumerate(chunks):
-            mine = [places[i] for i in layout.layers(arch.num_layers, at.pp, number) if i in places]
-            routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
-            assert len(routers) == len(mine)
+        for chunk, routers in routers_of(arch, groups, chunks).items():
+            mine = list(routers)
             self._layers[chunk] = range(mine[0], mine[-1] + 1) if mine else range(0)
             self._routers[chunk] = [RouterReplay() for _ in routers]
-            for router, replay in zip(routers, self._routers[chunk], strict=True):
+            for router, replay in zip(routers.values(), self._routers[chunk], strict=True):
                 router.router_replay = replay
         self._batch: Batch | None = None
         self._train = False
@@ -113,7 +109,7 @@ class RoutingReplay:
         if self._batch is None or not routers:
             return
         assert self._batch.routed_experts is not None and self._batch.routed is not None
-        cells = micro.cells.view(self._shard.tp, -1)[self._tp_rank if self._shard.tp > 1 else 0]
+        cells = micro.cells_of(self._shard, self._tp_rank)
         there = upload((cells >= 0) & self._batch.routed[cells], self._device)
         experts = upload(self._batch.routed_experts[:, layers.start : layers.stop][cells], self._device)
         for router, of_layer in zip(routers, experts.unbind(1), strict=True):
