@@ -213,6 +213,7 @@ def _plans(pair: Pair) -> dict[str, Any]:
         ).mini_batches
         for role, layout in (("Actor", layout_of(pair.actor)), ("Critic", layout_of(pair.critic)))
     }
+    world.all_gather(None)  # a rank that leaves its groups at once breaks off those that are still joining
     leave_groups(world)
     return plans
 
