@@ -17,6 +17,8 @@ from tiny_run import ROOT, metrics_of, write_run
 
 HOST = socket.gethostname()
 QUIET: dict[str, Any] = {"trainer__val_before_train": False, "trainer__test_freq": 0, "trainer__logger": ["jsonl"]}
+TENSOR_PARALLEL = {"actor_rollout_ref__actor__megatron__tensor_model_parallel_size": 2}
+"""Both ranks have the same tokens."""
 
 
 def two_views(tmp_path: Path, **sections: Any) -> tuple[Path, Path]:
@@ -69,7 +71,8 @@ def test_another_configuration_on_one_rank(ranks: Ranks, tmp_path: Path) -> None
 
 def test_arithmetic_that_differs_in_one_bit(ranks: Ranks, tmp_path: Path) -> None:
     """From the second step on; the ranks look at each other's at every second step."""
-    config = write_run(tmp_path, **QUIET, trainer__agreement_freq=2, trainer__total_training_steps=5)
+    keys = {"trainer__agreement_freq": 2, "trainer__total_training_steps": 5}
+    config = write_run(tmp_path, **QUIET, **keys, **TENSOR_PARALLEL)
     for ended, _ in ranks.run(2, run_here, str(config), [], "another_advantage_on_rank_1"):
         assert ended.startswith(f"RunStopped: step 2: rank 1 computed other advantages than rank 0, on {HOST} (")
     assert [row["step"] for row in metrics_of(tmp_path)] == [1]

@@ -19,7 +19,7 @@ from megarl.algorithms.registry import ESTIMATORS
 from megarl.algorithms.returns import value_targets
 from megarl.algorithms.whitening import whitened
 from megarl.config.algorithm import AlgorithmConfig
-from megarl.types import Batch
+from megarl.types import Batch, batch_of
 
 
 @dataclass(kw_only=True)
@@ -305,7 +305,7 @@ def test_equal_errors_of_the_critic_teach_exactly_nothing(score: float) -> None:
 def test_equal_numbers_are_exactly_0_whatever_their_mean_rounds_to(number: float, n: int) -> None:
     equal = torch.full((n,), number, dtype=torch.float64)
     assert sum(equal.tolist()) / n != number
-    assert not whitened(equal).any()
+    assert not whitened(batch_of([()] * n, [(1,)] * n, range(n)), equal).any()
     of = GroupScores(scores=equal, groups=torch.zeros(n, dtype=torch.int64))
     assert not of.centred().any() and not of.std().any()
     assert not of.centred(torch.arange(1.0, n + 1, dtype=torch.float64)).any()

@@ -15,7 +15,7 @@ import torch
 from ranks import Ranks
 from run_cases import run_here
 from small_disk import fill, small_disk
-from test_agreement import QUIET
+from test_agreement import QUIET, TENSOR_PARALLEL
 from tiny_run import write_run
 
 from megarl.data.pieces import Pieces
@@ -288,7 +288,8 @@ def test_a_run_records_tokens_parts_and_every_rank(ranks: Ranks, tmp_path: Path)
 
 
 def test_a_step_that_ends_badly_has_left_its_rollouts(ranks: Ranks, tmp_path: Path) -> None:
-    config = write_run(tmp_path, **QUIET, trainer__agreement_freq=2, trainer__total_training_steps=5)
+    keys = {"trainer__agreement_freq": 2, "trainer__total_training_steps": 5}
+    config = write_run(tmp_path, **QUIET, **keys, **TENSOR_PARALLEL)
     ended = ranks.run(2, run_here, str(config), [], "another_advantage_on_rank_1")
     assert all(how.startswith("RunStopped: step 2: ") for how, _ in ended)
     assert all("advantage" in record for record in rollouts_of(tmp_path, 1))

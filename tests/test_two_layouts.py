@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -208,11 +208,10 @@ def _plans(pair: Pair) -> dict[str, Any]:
 
     world = World()
     plans = {
-        role: plan_passes(
-            fixed_batch(), layout, world.rank, batching=TWO_AT_A_TIME, balance=True, sequences=8
-        ).mini_batches
+        role: plan_passes(fixed_batch(), layout, world, batching=TWO_AT_A_TIME, balance=True, sequences=8).mini_batches
         for role, layout in (("Actor", layout_of(pair.actor)), ("Critic", layout_of(pair.critic)))
     }
+    plans = {role: [replace(mini_batch, owners=None) for mini_batch in plan] for role, plan in plans.items()}
     world.all_gather(None)  # a rank that leaves its groups at once breaks off those that are still joining
     leave_groups(world)
     return plans

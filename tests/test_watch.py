@@ -250,6 +250,7 @@ ELSEWHERE = {
     "reshard/transport/peer.py": "over the ranks that hold one model",
     "diagnosis/all_reduce.py": "measured",
     "diagnosis/preflight.py": "of a job of its own, with a limit of its own",
+    "roles/model.py": "over the ranks that have the same tokens",
     "models/exchange.py": "within a layer's pass, as Megatron-Core's own",
     "models/microbatch.py": "within a pass, of ranks that share a sequence",
     "models/router_losses.py": "within a layer's pass",

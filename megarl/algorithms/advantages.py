@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
+from megarl.algorithms.declaration import about_of
 from megarl.algorithms.group_scores import over_parts
 from megarl.algorithms.kl import kl_estimate
 from megarl.algorithms.registry import ESTIMATORS
@@ -29,17 +31,22 @@ def compute_advantages(batch: Batch, config: AlgorithmConfig, kl_coef: float) ->
         kl = batch.sum_per_sequence(per_token)
         batch = batch.with_(kl_in_reward=kl, token_rewards=batch.token_rewards - kl_coef * per_token)
         scores = scores - kl_coef * over_parts(batch, kl)
-    estimated = ESTIMATORS.load(config.adv_estimator)(batch.with_(rewards=scores), config)
-    if isinstance(estimated, Batch):
-        assert estimated.advantages is not None, "an estimator that returns a batch fills its advantages"
-        batch, estimated = estimated.with_(rewards=batch.rewards), estimated.advantages
-    return batch.with_(advantages=torch.where(batch.response_mask, estimated, 0.0))
+    estimator, scored = ESTIMATORS.load(config.adv_estimator), batch.with_(rewards=scores)
+    if not about_of(estimator).sharded:
+        scored = scored.everywhere()
+    estimated: Tensor | Batch = estimator(scored, config)
+    result = estimated if isinstance(estimated, Batch) else scored.with_(advantages=estimated)
+    if batch.owners is not None:
+        result = result.held_by(batch.owners)
+    assert result.advantages is not None, "an estimator that returns a batch fills its advantages"
+    advantages = torch.where(batch.response_mask, result.advantages, 0.0)
+    return result.with_(rewards=batch.rewards, advantages=advantages)
 
 
 def with_token_rewards(batch: Batch) -> Batch:
     """Add `token_rewards` to a batch: each score at its sequence's last trained token, 0 elsewhere."""
     assert batch.rewards is not None
-    lengths = batch.response_lengths
+    lengths = batch.own_response_lengths
     rewards = torch.zeros(int(lengths.sum()))
-    rewards[lengths[lengths > 0].cumsum(0) - 1] = batch.rewards[lengths > 0]
+    rewards[lengths[lengths > 0].cumsum(0) - 1] = batch.rewards[batch.own][lengths > 0]
     return batch.with_(token_rewards=batch.at_trained(rewards))

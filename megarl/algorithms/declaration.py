@@ -59,18 +59,22 @@ class About:
     Attributes:
         paper: where it comes from.
         keys: configuration keys that it reads.
+        sharded: for an estimator: it takes a batch of whose tokens each rank has some. Else every rank gets all.
     """
 
     paper: str = ""
     keys: tuple[str, ...] = ()
     needs: Needs = Needs()
+    sharded: bool = False
 
 
-def about(paper: str, *, keys: Sequence[str] = (), needs: Needs | None = None) -> Callable[[T], T]:
+def about(
+    paper: str, *, keys: Sequence[str] = (), needs: Needs | None = None, sharded: bool = False
+) -> Callable[[T], T]:
     """Decorator: declares a function or class, for checks before a run and for `megarl algorithms`."""
 
     def declare(thing: T) -> T:
-        thing.about = About(paper=paper, keys=tuple(keys), needs=needs or Needs())  # type: ignore[attr-defined]
+        thing.about = About(paper=paper, keys=tuple(keys), needs=needs or Needs(), sharded=sharded)  # type: ignore[attr-defined]
         return thing
 
     return declare

@@ -151,9 +151,12 @@ def scope_of(loss: Loss) -> Scope:
 
 
 def prepared(loss: Loss, batch: Batch, sequences: Sequence[int]) -> Batch:
-    """The batch with what the loss wants to know of a whole mini-batch."""
+    """The batch with what the loss wants to know of a whole mini-batch, for which every rank gets all tokens."""
     prepare = getattr(loss, "prepare", None)
-    return prepare(batch, sequences) if prepare else batch
+    if prepare is None:
+        return batch
+    whole: Batch = prepare(batch.everywhere(), sequences)
+    return whole if batch.owners is None else whole.held_by(batch.owners)
 
 
 class Sum:
@@ -165,7 +168,9 @@ class Sum:
         scopes: tuple[Scope, ...] = ("pair", "sequence", "token")
         self.scope: Scope = next(scope for scope in scopes if scope in {scope_of(part) for part in parts})
 
-    def prepare(self, batch: Batch, sequences: Sequence[int]) -> Batch:
+        self.prepare = self._prepare if any(getattr(part, "prepare", None) for part in parts) else None
+
+    def _prepare(self, batch: Batch, sequences: Sequence[int]) -> Batch:
         for part in self.parts:
             batch = prepared(part, batch, sequences)
         return batch

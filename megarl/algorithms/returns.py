@@ -1,12 +1,13 @@
 """Sums over the trained tokens that are still to come. Tokens between them that are not trained are passed over.
 
-R tokens of a batch are trained; a sequence's come one after another.
+A rank has R trained tokens of M sequences; a sequence's come one after another.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from megarl.algorithms.over_tokens import count, variance
 from megarl.types import Batch
 
 
@@ -18,7 +19,7 @@ def discounted_sums(x: Tensor, lengths: Tensor, factor: float) -> Tensor:
 
     Args:
         x: float64 [R].
-        lengths: int64 [N], trained tokens per sequence.
+        lengths: int64 [M], trained tokens per sequence.
 
     Returns:
         float64 [R].
@@ -42,7 +43,7 @@ def gae_advantages(batch: Batch, gamma: float, lam: float) -> Tensor:
     after the last trained token.
     """
     assert batch.token_rewards is not None and batch.values is not None
-    lengths = batch.response_lengths
+    lengths = batch.own_response_lengths
     values = batch.trained(batch.values).double()
     following = values.roll(-1)
     following[lengths[lengths > 0].cumsum(0) - 1] = 0.0
@@ -64,5 +65,5 @@ def explained_variance(batch: Batch) -> float:
     assert batch.values is not None and batch.returns is not None
     returns = batch.trained(batch.returns).double()
     error = returns - batch.trained(batch.values).double()
-    variance = float(returns.var(correction=0)) if len(returns) else 0.0
-    return 1.0 - float(error.var(correction=0)) / variance if variance > 0 else 0.0
+    of_returns = variance(batch, returns) if count(batch) else 0.0
+    return 1.0 - variance(batch, error) / of_returns if of_returns > 0 else 0.0

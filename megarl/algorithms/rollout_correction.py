@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.kl import bounded
+from megarl.algorithms.over_tokens import extremes, mean, percentiles
 from megarl.config.algorithm import RolloutCorrectionConfig
 from megarl.types import Batch
 
@@ -32,7 +33,7 @@ def correct_rollouts(batch: Batch, config: RolloutCorrectionConfig) -> Batch:
         ratio = bounded(_at_level(batch, log_ratio, config.rollout_is)).exp()
         weights = weights * ratio.clamp_max(config.rollout_is_threshold)
         if config.rollout_is_batch_normalize:
-            weights = weights / _mean(batch, weights, config.rollout_is)
+            weights = weights / _mean_weight(batch, weights, config.rollout_is)
     if config.rollout_rs is not None:
         # thresholds may be beyond the bounds of `bounded`: the logarithms are compared
         ratio = _at_level(batch, log_ratio, config.rollout_rs)
@@ -66,33 +67,30 @@ def gap_metrics(batch: Batch) -> dict[str, float]:
     """
     log_ratio = batch.trained(log_ratios(batch))
     finite = bounded(log_ratio)
-    ratio = finite.exp()
-    # torch.quantile refuses more than 16 million values
-    in_order = ratio.sort().values
     metrics = {
-        "logp_gap_mean": float(log_ratio.abs().mean()),
-        "logp_gap_max": float(log_ratio.abs().max()),
-        "kl_k1": float(-log_ratio.mean()),
-        "kl_k3": float((torch.expm1(finite) - finite).mean()),
+        "logp_gap_mean": mean(batch, log_ratio.abs()),
+        "logp_gap_max": extremes(batch, log_ratio.abs())[1],
+        "kl_k1": mean(batch, -log_ratio),
+        "kl_k3": mean(batch, torch.expm1(finite) - finite),
     }
-    for percent in (1, 50, 99):
-        metrics[f"ratio_p{percent:02d}"] = float(in_order[round((len(in_order) - 1) * percent / 100)])
+    percents = (1, 50, 99)
+    for percent, ratio in zip(percents, percentiles(batch, finite.exp(), percents), strict=True):
+        metrics[f"ratio_p{percent:02d}"] = ratio
     if batch.staleness is not None:
-        staleness = batch.trained(batch.staleness).double()
-        metrics |= {"staleness_mean": float(staleness.mean()), "staleness_max": float(staleness.max())}
+        staleness = batch.trained(batch.staleness)
+        metrics |= {"staleness_mean": mean(batch, staleness), "staleness_max": extremes(batch, staleness)[1]}
     if batch.importance is not None:
         weights = batch.trained(batch.importance)
-        metrics["weight_mean"] = float(weights.mean())
-        metrics["rejected"] = float((weights == 0).float().mean())
+        metrics |= {"weight_mean": mean(batch, weights), "rejected": mean(batch, weights == 0)}
     return metrics
 
 
-def _mean(batch: Batch, weights: Tensor, level: str) -> Tensor:
+def _mean_weight(batch: Batch, weights: Tensor, level: str) -> float:
     """Average the weights of response tokens, or of sequences where all tokens of a sequence have one weight."""
     if level == "token":
-        return batch.trained(weights).mean()
+        return mean(batch, batch.trained(weights))
     answered = batch.response_lengths > 0
-    return (batch.sum_per_sequence(weights)[answered] / batch.response_lengths[answered]).mean()
+    return float((batch.sum_per_sequence(weights)[answered] / batch.response_lengths[answered]).mean())
 
 
 def _at_level(batch: Batch, log_ratio: Tensor, level: str) -> Tensor:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from megarl.algorithms.over_tokens import count, extremes, mean, variance
+from megarl.types import Batch
 
-def whitened(x: Tensor, eps: float = 1e-8) -> Tensor:
+
+def whitened(batch: Batch, x: Tensor, eps: float = 1e-8) -> Tensor:
     """(x - mean) / sqrt(variance + eps), the variance unbiased, as in PPO for RLHF (arXiv 2403.17031).
 
     Args:
-        x: float64 [R], at all trained tokens of a batch.
+        x: float64 [R], at the trained tokens of the batch that this rank has.
 
     Returns:
         float64 [R], exactly 0 if all values are the same.
     """
-    if not len(x) or x.min() == x.max():
+    if not count(batch):
+        return x
+    least, largest = extremes(batch, x)
+    if least == largest:
         return torch.zeros_like(x)
-    centred = x - x.mean()
-    return centred / (centred.square().sum() / (len(x) - 1) + eps).sqrt()
+    return (x - mean(batch, x)) / math.sqrt(variance(batch, x, correction=1) + eps)

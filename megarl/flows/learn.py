@@ -49,7 +49,7 @@ def update_on(
     if columns is not None:
         batch = columns(batch, plan)
     run.check_agreement(batch)
-    run.log("", {"tokens": float(len(batch.tokens))})
+    run.log("", {"tokens": float(batch.lengths.sum())})
     (mini_batch,) = plan.mini_batches
     run.records.pace.passed(batch, 3)
     with run.phase(Phase.UPDATE):

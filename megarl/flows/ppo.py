@@ -8,6 +8,7 @@ from functools import partial
 from megarl.algorithms.advantages import compute_advantages
 from megarl.algorithms.aggregation import token_weights
 from megarl.algorithms.kl import AdaptiveKlController
+from megarl.algorithms.over_tokens import mean
 from megarl.algorithms.returns import explained_variance, value_targets
 from megarl.algorithms.rollout_correction import correct_rollouts, gap_metrics
 from megarl.algorithms.value_loss import ValueLoss
@@ -27,7 +28,7 @@ from megarl.trainer.session.run import Run
 from megarl.types import Batch
 
 Stage = Callable[[Batch], Batch]
-"""A part of a step: takes the step's batch, the same on every rank, and returns it with columns changed or added."""
+"""A part of a step: takes the step's batch, all of it on every rank, and returns it with columns changed or added."""
 
 
 def flow(run: Run) -> None:
@@ -56,7 +57,7 @@ def ppo(run: Run, stage: Stage | None = None) -> None:
         batch = collect(run, generation, sampler, score, greedy=needs.greedy, carry_over=carry_over)
         check_finite(batch, config, step)
         plan = actor.plan(batch, per_update(batch, config.actor_rollout_ref.actor.ppo_mini_batch_size, config))
-        batch = update.old_log_probs(batch, plan)
+        batch = update.old_log_probs(batch.held_by(plan.owners), plan)
         if reference is not None:
             with run.phase(Phase.REF):
                 batch = batch.with_(ref_logp=reference.log_probs(batch, plan))
@@ -67,7 +68,7 @@ def ppo(run: Run, stage: Stage | None = None) -> None:
             with run.phase(Phase.VALUES):
                 batch = batch.with_(values=critic.values(batch, critic.plan(batch)))
         if stage is not None:
-            batch = stage(batch)
+            batch = stage(batch.everywhere()).held_by(plan.owners)
         batch = correct_rollouts(batch, config.algorithm.rollout_correction)
         batch = compute_advantages(batch, config.algorithm, kl.coefficient)
         run.check_agreement(batch)
@@ -106,6 +107,7 @@ def update_critic(run: Run, critic: Critic, batch: Batch) -> None:
     batch = batch.with_(returns=value_targets(batch, gamma=config.algorithm.gamma, lam=lam))
     run.log("critic", {"explained_variance": explained_variance(batch)})
     plan = critic.plan(batch, per_update(batch, config.critic_mini_batch_size, config))
+    batch = batch.held_by(plan.owners)
     loss = ValueLoss(cliprange=settings.cliprange_value)
     for mini_batch in plan.mini_batches * settings.ppo_epochs:
         weights = token_weights(batch, mini_batch.sequences, settings.loss_agg_mode, config.data.max_response_length)
@@ -117,8 +119,8 @@ def _record(run: Run, batch: Batch, kl: AdaptiveKlController) -> None:
     run.log("rollout", gap_metrics(batch))
     run.trained_on(batch)
     if batch.old_logp is not None and batch.teacher_logp is not None:
-        gap = (batch.old_logp - batch.teacher_logp)[batch.response_mask]
-        run.log("teacher", {"kl": float(gap.mean())})
+        gap = batch.trained(batch.old_logp - batch.teacher_logp)
+        run.log("teacher", {"kl": mean(batch, gap)})
     if batch.kl_in_reward is not None:
         scored = batch.kl_in_reward[batch.response_lengths > 0]
         run.log("reward", {"kl": float(scored.mean()), "kl_coef": kl.coefficient})

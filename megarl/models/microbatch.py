@@ -31,8 +31,9 @@ class MicroBatch:
         packed: where the sequences lie in the row, or None when each has a row of its own.
         predictors: int64 [R], positions in the flattened [L * B] hidden states that predict the trained tokens.
         labels: int64 [R], those tokens.
-        index: int64 [R], their places in `Batch.tokens`; on the host.
-        cells: int64 [L * B], the places in `Batch.tokens` of the flattened positions, -1 at padding; on the host.
+        index: int64 [R], their places in this rank's `Batch.tokens`; on the host.
+        cells: int64 [L * B], the places in this rank's `Batch.tokens` of the flattened positions, -1 at padding; on the
+            host.
         last: int64 [S], positions in the flattened hidden states of each sequence's last token.
         sequences: int64 [S], their places in the batch; on the host.
         trained: int64, trained tokens of each sequence of the micro-batch.
@@ -203,7 +204,7 @@ def make_micro_batch(
         sequence_columns: [N] each, of which it gets the values of its sequences.
     """
     places = torch.tensor(list(sequences), dtype=torch.int64)
-    starts, lengths = batch.cu_seqlens[places], batch.lengths[places]
+    starts, lengths = batch.starts[places], batch.lengths[places]
     ends = lengths.cumsum(0)
     sequence = torch.repeat_interleave(torch.arange(len(places)), lengths)
     positions = torch.arange(len(sequence)) - (ends - lengths)[sequence]

@@ -119,6 +119,19 @@ class TrainLayout:
         return tuple(self.rank(tp=tp, cp=at.cp, dp=at.dp, pp=pp) for pp in range(self.pp) for tp in range(self.tp))
 
     @property
+    def data_blocks(self) -> tuple[tuple[int, ...], ...]:
+        """List the ranks of each data-parallel share, every tp, cp and pp: all of them pass the same sequences."""
+        return tuple(
+            tuple(
+                self.rank(tp=tp, cp=cp, dp=dp, pp=pp)
+                for pp in range(self.pp)
+                for cp in range(self.cp)
+                for tp in range(self.tp)
+            )
+            for dp in range(self.dp)
+        )
+
+    @property
     def copies(self) -> list[tuple[int, ...]]:
         """List the ranks, ascending, that hold one whole model together, of each copy.
 

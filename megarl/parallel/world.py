@@ -143,10 +143,10 @@ class World:
         """Send a CPU tensor to each rank, and receive one from each, in rank order.
 
         Args:
-            parts: of one axis and float32.
+            parts: of one axis and one type.
             sizes: elements that each rank gives this one.
         """
-        received = torch.empty(sum(sizes))
+        received = torch.empty(sum(sizes), dtype=parts[0].dtype)
         with self.watch.waiting(what):
             dist.all_to_all_single(
                 received, torch.cat(parts), sizes, [len(part) for part in parts], group=self._control

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
@@ -34,6 +35,10 @@ from megarl.role_kinds import RoleKind
 from megarl.roles.passes import Passes, StepPlan, plan_passes
 from megarl.roles.writers import replicas_of, spread_over_replicas
 from megarl.types import Batch
+from megarl.types.owners import moved
+
+READ_BY_MODELS = ("tokens", "response_mask", "routed_experts", "routed")
+"""Columns of tokens that a forward pass reads."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -165,7 +170,7 @@ class MegatronModel:
         return plan_passes(
             batch,
             self.groups.layout,
-            self.groups.world.rank,
+            self.groups.world,
             batching=self.batching,
             balance=self.balance,
             sequences=sequences,
@@ -173,18 +178,29 @@ class MegatronModel:
         )
 
     def forward(self, batch: Batch, passes: Passes) -> Tensor:
-        """Compute the head's outputs, without gradients: float32 [T] or, of one per sequence, [N]; on every rank.
+        """Compute the head's outputs, without gradients: float32 [T], of the tokens that this rank has, or, of one per
+        sequence, [N], on every rank.
 
         Args:
+            batch: if other ranks have its tokens than pass them, these get them meanwhile.
             passes: of the batch, by `plan` of this model or of another one of the same layout. The passes that training
                 will use give the same bits, so that the first ratio is exactly 1.
 
         Raises:
             ValueError: they are of another layout.
         """
+        self._check_layout(passes)
         self.gather_parameters()
+        passed = batch
+        if batch.owners is not None:
+            assert passes.owners is not None, "passes without owners are of a batch that every rank has all of"
+            passed = batch.held_by(passes.owners, READ_BY_MODELS)
         with torch.no_grad():
-            return self._gathered(batch, self._run(batch, passes, None, {}, {}))
+            outputs = self._gathered(passed, self._run(passed, passes, None, {}, {}))
+        if passed is batch or self.head.per == "sequence":
+            return outputs
+        assert batch.owners is not None and passed.owners is not None
+        return moved({"outputs": outputs}, batch.lengths, passed.owners, batch.owners)["outputs"]
 
     def sharded_state(self, prefix: str = "", *, loading: bool, optimizer: bool = True) -> dict[str, Any]:
         """Describe all of the model as Megatron-Core's sharded state dict, to save or to load into.
@@ -234,12 +250,28 @@ class MegatronModel:
         return list(self.chunks)
 
     def _gathered(self, batch: Batch, trained: Sequence[Passed]) -> Tensor:
-        """Turn outputs of this rank's micro-batches into those of the batch, on every rank: float32 [T], or [N]."""
+        """Turn outputs of this rank's micro-batches into those of the batch: float32 [T], where its tokens are, or
+        [N]."""
+        world, pgs = self.groups.world, self.groups.pgs
         out = torch.zeros(len(batch) if self.head.per == "sequence" else len(batch.tokens))
         if self._reports and trained:
             out[torch.cat([micro.places for micro in trained])] = torch.cat([micro.outputs for micro in trained]).cpu()
         # one rank has a value, the others 0: no rounding
-        return self.groups.world.sum_(out, "the outputs of a pass")
+        if batch.owners is None or self.head.per == "sequence":
+            return world.sum_(out, "the outputs of a pass")
+        out = out.to(world.device)
+        for group in (pgs.mp, pgs.cp):  # the ranks that have the same tokens
+            if group.size() > 1:
+                with world.watch.waiting("the outputs of a pass"):
+                    dist.all_reduce(out, group=group)
+        return out.cpu()
+
+    def _check_layout(self, passes: Passes) -> None:
+        if passes.layout != self.groups.layout:
+            raise ValueError(
+                f"a batch was planned for {passes.layout}, and the {type(self).__name__} has {self.groups.layout}: "
+                f"ranks would pass the wrong sequences; pass what its own plan(batch) gives"
+            )
 
     @in_its_layout
     def _run(
@@ -260,11 +292,7 @@ class MegatronModel:
         Returns:
             the results of each micro-batch, in order; empty on the other stages.
         """
-        if passes.layout != self.groups.layout:
-            raise ValueError(
-                f"a batch was planned for {passes.layout}, and the {type(self).__name__} has {self.groups.layout}: "
-                f"ranks would pass the wrong sequences; pass what its own plan(batch) gives"
-            )
+        self._check_layout(passes)
         train = loss is not None
         inputs = [
             make_micro_batch(

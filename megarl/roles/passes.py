@@ -6,10 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from megarl.config.policy import BatchingConfig
 from megarl.data.packing import MicroBatches, pack_by_count, pack_by_tokens
 from megarl.parallel.layout import TrainLayout
+from megarl.parallel.world import World
 from megarl.types import Batch
+from megarl.types.owners import Owners
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,10 +21,14 @@ class Passes:
     """Holds this rank's share of a batch's sequences, for models of one training layout.
 
     In another layout other ranks are data-parallel: sequences would be passed twice, and their results added up.
+
+    Attributes:
+        owners: the ranks that pass each sequence, of the whole batch; None: a batch of which every rank has all tokens.
     """
 
     layout: TrainLayout
     micro_batches: MicroBatches
+    owners: Owners | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,19 +51,20 @@ class StepPlan(Passes):
     """
 
     mini_batches: list[MiniBatch]
+    owners: Owners
 
 
 def plan_passes(
     batch: Batch,
     layout: TrainLayout,
-    rank: int,
+    world: World,
     *,
     batching: BatchingConfig,
     balance: bool,
     sequences: int | None = None,
     together: int = 1,
 ) -> StepPlan:
-    """Cut a batch for one rank of a layout. The arguments are those of `MegatronModel` and its `plan`."""
+    """Cut a batch for this rank. The arguments are those of `MegatronModel` and its `plan`."""
     size = sequences or max(1, len(batch))
     parts = [range(i, min(i + size, len(batch))) for i in range(0, len(batch), size)]
     lengths = batch.lengths.tolist()
@@ -65,13 +74,17 @@ def plan_passes(
         plan = pack_by_tokens(lengths, parts, max_tokens=batching.ppo_max_token_len_per_gpu * layout.cp, **how)
     else:
         plan = pack_by_count(lengths, parts, micro_batch_size=batching.ppo_micro_batch_size_per_gpu, **how)
-    mine = plan[layout.coords(rank).dp]
+    block_of = torch.full((len(batch),), -1)
+    for dp, of_rank in enumerate(plan):
+        block_of[[i for micro_batches in of_rank for micro in micro_batches for i in micro]] = dp
+    owners = Owners(block_of=block_of, blocks=layout.data_blocks, ranks=world)
     mini_batches = [
-        MiniBatch(layout=layout, sequences=part, micro_batches=micro_batches)
-        for part, micro_batches in zip(parts, mine, strict=True)
+        MiniBatch(layout=layout, sequences=part, micro_batches=micro_batches, owners=owners)
+        for part, micro_batches in zip(parts, plan[layout.coords(world.rank).dp], strict=True)
     ]
     return StepPlan(
         layout=layout,
         mini_batches=mini_batches,
         micro_batches=[micro for mini_batch in mini_batches for micro in mini_batch.micro_batches],
+        owners=owners,
     )

@@ -118,6 +118,7 @@ class TrainedModel(MegatronModel):
         """Do one optimizer step on a mini-batch.
 
         Args:
+            batch: whose tokens each rank has that passes them (`Batch.held_by`), or all.
             mini_batch: of this model's `plan`.
             loss: is minimised. It sees the fields of the batch that it names in `columns`.
             weights: float32, of the head's outputs in the loss, with the global denominator: [T] for one per token, [N]
@@ -137,7 +138,7 @@ class TrainedModel(MegatronModel):
             passes: see `MegatronModel.forward`.
             loss: as in `update`. There is no entropy.
         """
-        everything = range(len(batch))
+        batch, everything = batch.everywhere(), range(len(batch))
         outputs, weights = self.forward(batch, passes), self._mean_over(batch, everything, loss)
         columns, sequence_columns = columns_for(loss, prepared(loss, batch, everything), self.head.per)
         trained = batch.response_mask
@@ -164,6 +165,9 @@ class TrainedModel(MegatronModel):
     ) -> tuple[dict[str, Metric], list[Passed]]:
         if weights is None:
             weights = self._mean_over(batch, mini_batch.sequences, loss)
+        self._check_layout(mini_batch)
+        if batch.owners is not None and (mini_batch.owners is None or not batch.owners.matches(mini_batch.owners)):
+            raise ValueError("other ranks have the batch's tokens than pass them; train on batch.held_by(plan.owners)")
         batch = prepared(loss, batch, mini_batch.sequences)
         if self.router_losses is not None:
             self.router_losses.begin(int(batch.lengths[list(mini_batch.sequences)].sum()))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 
+import torch
+
+from megarl.algorithms.over_tokens import total
 from megarl.algorithms.rollout_correction import log_ratios
 from megarl.config import Config
 from megarl.trainer.stopped import RunStopped
@@ -32,12 +35,14 @@ def check_gap(batch: Batch, config: Config, step: int) -> None:
     """
     rollout = config.actor_rollout_ref.rollout
     where = f"step {step}: the {rollout.name} engine"
-    gaps = batch.trained(log_ratios(batch)).abs()
-    if batch.staleness is not None:
-        gaps = gaps[batch.trained(batch.staleness) == 0]
-    if rollout.top_p < 1 or rollout.top_k > 0 or not len(gaps):
+    if rollout.top_p < 1 or rollout.top_k > 0:
         return
-    gap = float(gaps.mean())
+    gaps = batch.trained(log_ratios(batch)).abs()
+    newest = torch.ones_like(gaps) if batch.staleness is None else (batch.trained(batch.staleness) == 0).float()
+    compared = float(total(batch, newest))
+    if not compared:
+        return
+    gap = float(total(batch, torch.where(newest > 0, gaps, 0.0))) / compared
     limit = rollout.max_logp_gap or MAX_LOGP_GAP[config.actor_rollout_ref.model.dtype]
     if math.isfinite(gap) and gap > limit:  # log-probabilities of the training layout that are no numbers: the loss
         raise RunStopped(

@@ -1,13 +1,13 @@
 """Holds the tensors of a step, jagged instead of padded, in frozen classes.
 
-`SequenceTable` holds the columns of sequences, `TokenShard` those of tokens, and a `Batch` is both. Every rank holds
-all of it, so advantages, denominators and packing are the same everywhere without communication. Only this module
-depends on that: other code goes from tokens to sequences, and to a step's trained tokens, by the methods of `Batch`.
+`SequenceTable` holds the columns of sequences, which every rank has; `TokenShard` those of tokens, of which a rank may
+have a part; and a `Batch` is both. Packing needs the table alone. What is computed of tokens, and what of sequences, go
+into each other by the methods of `Batch`, so that the same code serves a part and all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -16,13 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megarl.types.owners import Owners, moved, starts_of
+
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceTable:
     """Holds columns with one value for each of a step's N sequences; some 40 bytes a sequence.
 
     Attributes:
-        cu_seqlens: int64 [N + 1], sequence i is tokens[cu_seqlens[i]:cu_seqlens[i + 1]].
+        cu_seqlens: int64 [N + 1], where each sequence begins among the tokens of all, and the end of the last. A rank
+            that has all tokens has sequence i at tokens[cu_seqlens[i]:cu_seqlens[i + 1]]; see `Batch.starts`.
         groups: int64 [N], which prompt a sequence belongs to.
         episodes: int64 [N], which response a sequence is a part of; None: each is a response of its own.
         rewards: float32 [N], one score per sequence, the same for all parts of a response.
@@ -56,7 +59,7 @@ class SequenceTable:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenShard:
-    """Holds columns with one value for each of T tokens, those of all sequences; some 40 bytes a token.
+    """Holds columns with one value for each of T tokens, those that this rank has; some 40 bytes a token.
 
     Recorded experts are more: a byte or two for each layer and choice.
 
@@ -104,38 +107,77 @@ class TokenShard:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch(SequenceTable, TokenShard):
-    """Holds the sequences (prompt + response) of a step, the same on every rank: a `SequenceTable` and a `TokenShard`.
+    """Holds the sequences (prompt + response) of a step: a `SequenceTable` and a `TokenShard`.
 
-    R of its T tokens are trained on.
+    R of a rank's T tokens are trained on.
 
     Attributes:
         temperature: at which the responses were sampled; log-probabilities are those of the distribution at it.
+        owners: the ranks that have the tokens; None: every rank has all.
     """
 
     temperature: float = 1.0
+    owners: Owners | None = None
 
     @cached_property
+    def own(self) -> Tensor:
+        """List the sequences whose tokens this rank has: int64 [M], ascending."""
+        return torch.arange(len(self)) if self.owners is None else self.owners.own
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """Place the first token of each sequence among this rank's: int64 [N], -1 where another rank has it."""
+        return self.cu_seqlens[:-1] if self.owners is None else starts_of(self.own, self.lengths)
+
+    @property
     def sequence_of_token(self) -> Tensor:
         """Number the sequence of each token: int64 [T]."""
-        return torch.repeat_interleave(torch.arange(len(self)), self.lengths)
+        return torch.repeat_interleave(self.own, self.lengths[self.own])
 
     @cached_property
     def response_lengths(self) -> Tensor:
         """Count the trained tokens of each sequence: int64 [N]."""
         return self.sum_per_sequence(self.response_mask.long())
 
+    @property
+    def own_response_lengths(self) -> Tensor:
+        """Count the trained tokens of each sequence whose tokens this rank has: int64 [M]; they add up to R."""
+        return self.response_lengths[self.own]
+
     def sum_per_sequence(self, per_token: Tensor) -> Tensor:
-        """Sum over the tokens of each sequence: [T] -> [N]."""
-        out = torch.zeros(len(self), dtype=per_token.dtype)
-        return out.index_add_(0, self.sequence_of_token, per_token)
+        """Sum over the tokens of each sequence: [T] -> [N], the same on every rank; every rank calls it."""
+        out = torch.zeros(len(self), dtype=per_token.dtype).index_add_(0, self.sequence_of_token, per_token)
+        return out if self.owners is None else self.owners.sum_(out)
 
     def spread(self, per_sequence: Tensor) -> Tensor:
         """Copy each sequence's value to all of its tokens: [N] -> [T]."""
-        return per_sequence[self.sequence_of_token]
+        return per_sequence[self.own].repeat_interleave(self.lengths[self.own])
 
     def trained(self, per_token: Tensor) -> Tensor:
-        """Pick the values at the step's trained tokens, sequence after sequence: [T] -> [R]."""
+        """Pick the values at the trained tokens, sequence after sequence: [T] -> [R]."""
         return per_token[self.response_mask]
+
+    def held_by(self, owners: Owners, columns: Collection[str] = ()) -> Batch:
+        """Give each rank the tokens that it is to have; every rank calls it.
+
+        Args:
+            columns: of tokens, to send; the others are left out. Default: all that are filled.
+        """
+        had = self.owners or Owners.everywhere(len(self), owners.ranks)
+        if had.matches(owners):
+            return self.with_(owners=owners)
+        of_shard = {f.name: None for f in fields(TokenShard) if f.name != "token_columns"}
+        held = {**{name: getattr(self, name) for name in of_shard}, **self.token_columns}
+        sent = {name: x for name, x in held.items() if x is not None and (not columns or name in columns)}
+        received = moved(sent, self.lengths, had, owners)
+        added = {name: received.pop(name) for name in self.token_columns.keys() & received.keys()}
+        return self.with_(**of_shard | received, token_columns=added, owners=owners)
+
+    def everywhere(self) -> Batch:
+        """Give every rank all tokens; every rank calls it."""
+        if self.owners is None:
+            return self
+        return self.held_by(Owners.everywhere(len(self), self.owners.ranks)).with_(owners=None)
 
     def at_trained(self, x: Tensor) -> Tensor:
         """Put values at the trained tokens, and 0 at the others: [R] -> float32 [T]."""
@@ -144,8 +186,8 @@ class Batch(SequenceTable, TokenShard):
     def with_(self, **values: Any) -> Batch:
         """Copy the batch with some of its fields set."""
         batch = replace(self, **values)
-        if not values.keys() & {"cu_seqlens", "response_mask"}:  # what is computed from these alone is computed once
-            computed = vars(self).keys() & {"sequence_of_token", "response_lengths"}
+        if not values.keys() & {"cu_seqlens", "response_mask", "owners"}:  # what comes of these alone is computed once
+            computed = vars(self).keys() & {"own", "starts", "response_lengths"}
             vars(batch).update({name: vars(self)[name] for name in computed})
         return batch
 

@@ -10,7 +10,7 @@ from megarl.config.algorithm import AlgorithmConfig
 from megarl.types import Batch
 
 
-@about("Dr. GRPO, arXiv 2503.20783, section 3.2", needs=Needs(samples=2))
+@about("Dr. GRPO, arXiv 2503.20783, section 3.2", needs=Needs(samples=2), sharded=True)
 def dr_grpo(batch: Batch, config: AlgorithmConfig) -> Tensor:
     """Score - mean of its group.
 

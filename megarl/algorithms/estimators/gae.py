@@ -15,6 +15,7 @@ from megarl.types import Batch
     "GAE, arXiv 1506.02438, eq. 16; decoupled from the critic's: VC-PPO, 2503.01491",
     keys=["algorithm.gamma", "algorithm.lam", "critic.lam"],
     needs=Needs(critic=True),
+    sharded=True,
 )
 def gae(batch: Batch, config: AlgorithmConfig) -> Tensor:
     """Decaying sums of the critic's errors (temporal differences), whitened over the batch.
@@ -22,4 +23,4 @@ def gae(batch: Batch, config: AlgorithmConfig) -> Tensor:
     Returns:
         float32 [T].
     """
-    return batch.at_trained(whitened(gae_advantages(batch, config.gamma, config.lam)))
+    return batch.at_trained(whitened(batch, gae_advantages(batch, config.gamma, config.lam)))

@@ -10,7 +10,12 @@ from megarl.config.algorithm import AlgorithmConfig
 from megarl.types import Batch
 
 
-@about("GRPO, arXiv 2402.03300, section 4.1.2", keys=["algorithm.norm_adv_by_std_in_grpo"], needs=Needs(samples=2))
+@about(
+    "GRPO, arXiv 2402.03300, section 4.1.2",
+    keys=["algorithm.norm_adv_by_std_in_grpo"],
+    needs=Needs(samples=2),
+    sharded=True,
+)
 def grpo(batch: Batch, config: AlgorithmConfig) -> Tensor:
     """(score - mean of its group) / standard deviation of its group.
 

@@ -15,6 +15,7 @@ from megarl.types import Batch
     "pass@k objective, leave-one-out, arXiv 2503.19595",
     keys=["algorithm.norm_adv_by_std_in_grpo"],
     needs=Needs(samples=2),
+    sharded=True,
 )
 def grpo_passk(batch: Batch, config: AlgorithmConfig) -> Tensor:
     """Best score - second best for the best response of a group, 0 for the others; over the group's deviation.

@@ -10,7 +10,11 @@ from megarl.config.algorithm import AlgorithmConfig
 from megarl.types import Batch
 
 
-@about("MiniLLM, arXiv 2306.08543, eq. 1; on-policy GKD, 2306.13649", needs=Needs(teacher=True, old_logp=True))
+@about(
+    "MiniLLM, arXiv 2306.08543, eq. 1; on-policy GKD, 2306.13649",
+    needs=Needs(teacher=True, old_logp=True),
+    sharded=True,
+)
 def on_policy_distillation(batch: Batch, config: AlgorithmConfig) -> Tensor:
     """Log-probability by the teacher - by the policy, of each token.
 

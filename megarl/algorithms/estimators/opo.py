@@ -10,7 +10,7 @@ from megarl.config.algorithm import AlgorithmConfig
 from megarl.types import Batch
 
 
-@about("OPO, arXiv 2505.23585", needs=Needs(samples=2))
+@about("OPO, arXiv 2505.23585", needs=Needs(samples=2), sharded=True)
 def opo(batch: Batch, config: AlgorithmConfig) -> Tensor:
     """Score - mean of its group, in which responses count by their trained tokens.
 

@@ -10,7 +10,7 @@ from megarl.config.algorithm import AlgorithmConfig
 from megarl.types import Batch
 
 
-@about("RAFT, arXiv 2304.06767, algorithm 1", needs=Needs(samples=2))
+@about("RAFT, arXiv 2304.06767, algorithm 1", needs=Needs(samples=2), sharded=True)
 def raft(batch: Batch, config: AlgorithmConfig) -> Tensor:
     """1 for the best-scored responses of each group, 0 for the others.
 

@@ -11,7 +11,7 @@ from megarl.config.algorithm import AlgorithmConfig
 from megarl.types import Batch
 
 
-@about("REINFORCE++, arXiv 2501.03262", keys=["algorithm.gamma"])
+@about("REINFORCE++, arXiv 2501.03262", keys=["algorithm.gamma"], sharded=True)
 def reinforce_plus_plus(batch: Batch, config: AlgorithmConfig) -> Tensor:
     """Discounted rewards from each token on, whitened over the batch.
 
@@ -20,4 +20,4 @@ def reinforce_plus_plus(batch: Batch, config: AlgorithmConfig) -> Tensor:
     """
     assert batch.token_rewards is not None
     rewards = batch.trained(batch.token_rewards).double()
-    return batch.at_trained(whitened(discounted_sums(rewards, batch.response_lengths, config.gamma)))
+    return batch.at_trained(whitened(batch, discounted_sums(rewards, batch.own_response_lengths, config.gamma)))

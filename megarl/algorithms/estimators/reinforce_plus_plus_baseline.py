@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from megarl.algorithms.declaration import Needs, about
@@ -11,13 +12,13 @@ from megarl.config.algorithm import AlgorithmConfig
 from megarl.types import Batch
 
 
-@about("REINFORCE++-baseline, arXiv 2501.03262", needs=Needs(samples=2))
+@about("REINFORCE++-baseline, arXiv 2501.03262", needs=Needs(samples=2), sharded=True)
 def reinforce_plus_plus_baseline(batch: Batch, config: AlgorithmConfig) -> Tensor:
     """Score - mean of its group, whitened over the batch.
 
     Returns:
         float32 [T]. A response alone in its group counts as its mean does: 0 before whitening.
     """
-    lengths = batch.response_lengths
-    centred = group_scores(batch).centred()[response_of(batch)]
-    return batch.at_trained(whitened(centred.repeat_interleave(lengths[lengths > 0])))
+    centred = torch.zeros(len(batch), dtype=torch.float64)
+    centred[batch.response_lengths > 0] = group_scores(batch).centred()[response_of(batch)]
+    return batch.at_trained(whitened(batch, batch.trained(batch.spread(centred))))

@@ -10,7 +10,7 @@ from megarl.config.algorithm import AlgorithmConfig
 from megarl.types import Batch
 
 
-@about("ReMax, arXiv 2310.10505, algorithm 1", needs=Needs(greedy=True))
+@about("ReMax, arXiv 2310.10505, algorithm 1", needs=Needs(greedy=True), sharded=True)
 def remax(batch: Batch, config: AlgorithmConfig) -> Tensor:
     """Score - score of the greedy response to the same prompt.
 

@@ -10,7 +10,7 @@ from megarl.config.algorithm import AlgorithmConfig
 from megarl.types import Batch
 
 
-@about("RLOO, arXiv 2402.14740", needs=Needs(samples=2))
+@about("RLOO, arXiv 2402.14740", needs=Needs(samples=2), sharded=True)
 def rloo(batch: Batch, config: AlgorithmConfig) -> Tensor:
     """Score - mean of the other scores of its group.
 

@@ -105,7 +105,7 @@ def _batch(run: Run, rollouts: Rollouts, best_guess: Rollouts | None) -> Batch:
         rollouts = comparable(rollouts, best_guess)
     batch = rollouts.to_batch()
     assert batch.rewards is not None
-    run.log("", {"tokens": float(len(batch.tokens))})
+    run.log("", {"tokens": float(batch.lengths.sum())})
     if run.config.reward.overlong_buffer.enable:
         penalties = torch.tensor(overlong_penalties(rollouts, run.config)) * (batch.response_lengths > 0)
         run.log("reward", {"overlong_penalty": float(penalties.mean())})

@@ -147,12 +147,17 @@ class Report:
                 with self._told_once(sink, f"the sample rollouts of step {step}"):
                     sink.rollouts(step, shown.samples())
 
+    @property
+    def shown(self) -> list[int]:
+        """List the places of the rollouts that are still to be told of their tokens; none but on the first rank."""
+        return [] if self._shown is None else self._shown.places
+
     def trained_on(self, batch: Batch) -> None:
         """Write log-probabilities and advantages beside the samples. A step that ends before leaves the samples
         without.
 
         Args:
-            batch: made of the rollouts of the last `samples`.
+            batch: made of the rollouts of the last `samples`, with the tokens of those that are shown.
         """
         shown, self._shown = self._shown, None
         if shown is not None and not self.folder_problem():

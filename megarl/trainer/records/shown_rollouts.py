@@ -28,11 +28,16 @@ class ShownRollouts:
         self.step, self._pieces, self._tokenizer = step, pieces, pieces.tokenizer
         self._chosen = [(i, rollouts[i]) for i in chosen(rollouts.groups, wanted)]
 
+    @property
+    def places(self) -> list[int]:
+        """List the places of the chosen ones among the rollouts."""
+        return [place for place, _ in self._chosen]
+
     def samples(self, batch: Batch | None = None) -> list[Sample]:
         """Return the rollouts as text.
 
         Args:
-            batch: made of the rollouts; adds the columns of their tokens.
+            batch: made of the rollouts, with the tokens of those at `places`; adds the columns of their tokens.
         """
         if batch is None:
             return self._texts
@@ -72,7 +77,7 @@ class ShownRollouts:
         )
 
     def _tokens(self, place: int, rollout: Rollout, batch: Batch) -> TokenColumns:
-        stop = int(batch.cu_seqlens[place + 1])
+        stop = int(batch.starts[place] + batch.lengths[place])
         response = slice(stop - len(rollout.response), stop)
         trained, drawn = batch.old_logp, batch.rollout_logp
         logp, gap = drawn if trained is None else trained, None

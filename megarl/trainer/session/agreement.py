@@ -49,7 +49,7 @@ def check_same_inputs(inputs: Inputs, identity: Identity, world: World) -> None:
 
 
 def check_same_values(batch: Batch, world: World, step: int) -> None:
-    """Compare the batches of all ranks; every rank calls it.
+    """Compare the batches of all ranks, and the tokens of those that have the same; every rank calls it.
 
     Advantages and importance weights are replicated arithmetic. Two CPUs may round `exp` differently and put a sequence
     on different sides of a threshold: tensor-parallel ranks would then train one model with two losses, for ever.
@@ -57,18 +57,22 @@ def check_same_values(batch: Batch, world: World, step: int) -> None:
     Raises:
         RunStopped: on every rank; names what differs and where.
     """
-    values = {"token ids": batch.tokens, "advantages": batch.advantages, "importance weights": batch.importance}
-    values |= {"log-probabilities": batch.old_logp, "reference log-probabilities": batch.ref_logp}
-    mine = {name: tensor_digest(x) for name, x in values.items() if x is not None}
+    of_tokens = {"token ids": batch.tokens, "advantages": batch.advantages, "importance weights": batch.importance}
+    of_tokens |= {"log-probabilities": batch.old_logp, "reference log-probabilities": batch.ref_logp}
+    of_sequences = {"scores": batch.rewards, "lengths of responses": batch.response_lengths}
+    mine = {name: tensor_digest(x) for name, x in (of_sequences | of_tokens).items() if x is not None}
     everyone = world.all_gather((socket.gethostname(), torch.backends.cpu.get_cpu_capability(), mine))
-    host, cpu, first = everyone[0]
-    for name in first:
-        others = [rank for rank, (_, _, digests) in enumerate(everyone) if digests[name] != first[name]]
+    all_ranks = (tuple(range(world.size)),)
+    blocks = all_ranks if batch.owners is None else batch.owners.blocks
+    alike = [(name, ranks) for name in mine for ranks in (blocks if name in of_tokens else all_ranks)]
+    for name, (first, *rest) in alike:
+        host, cpu, digests = everyone[first]
+        others = [rank for rank in rest if everyone[rank][2][name] != digests[name]]
         if others:
             there, other_cpu, _ = everyone[others[0]]
             raise RunStopped(
-                f"step {step}: {_ranks(others)} computed other {name} than rank 0, on {there} ({other_cpu}) and {host} "
-                f"({cpu}); use hosts with one kind of CPU, or set ATEN_CPU_CAPABILITY=default on all"
+                f"step {step}: {_ranks(others)} computed other {name} than rank {first}, on {there} ({other_cpu}) and "
+                f"{host} ({cpu}); use hosts with one kind of CPU, or set ATEN_CPU_CAPABILITY=default on all"
             )
 
 

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import TypeVar
 
+import torch
+
 from megarl.algorithms.loss import Metric
 from megarl.checkpoint.folder import Position
 from megarl.config.policy import MegatronConfig
@@ -35,6 +37,7 @@ from megarl.trainer.session.agreement import check_same_values
 from megarl.trainer.session.loops import Loops, Validate
 from megarl.trainer.stop import StopRequest
 from megarl.types import Batch, Rollouts
+from megarl.types.owners import Owners
 
 T = TypeVar("T")
 
@@ -163,6 +166,10 @@ class Run:
         Args:
             batch: made of those rollouts.
         """
+        if batch.owners is not None:
+            block_of = torch.full((len(batch),), -1)
+            block_of[self.world.broadcast(self.report.shown, "which rollouts are shown")] = 0
+            batch = batch.held_by(Owners(block_of=block_of, blocks=((0,),), ranks=self.world))
         self.report.trained_on(batch)
 
     def score(self, rollouts: Rollouts) -> Rollouts:

@@ -1,0 +1,72 @@
+"""Numbers about all trained tokens of a batch, whichever ranks have them: every rank calls these functions, and gets
+the same bits, however many ranks there are.
+
+A rank has R of them; what it knows of them are vectors [R], as `Batch.trained` gives them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megarl.types import Batch
+
+_SIGN = 1 << 31
+
+
+def count(batch: Batch) -> int:
+    """Count the trained tokens of all ranks."""
+    return int(batch.response_lengths.sum())
+
+
+def total(batch: Batch, x: Tensor) -> Tensor:
+    """Add up [R] -> float64 scalar: first over each sequence, then over the sequences in their order."""
+    return _per_sequence(batch, x.double(), "sum").sum()
+
+
+def mean(batch: Batch, x: Tensor) -> float:
+    """Average [R]; NaN if there are none."""
+    return float(total(batch, x) / count(batch))
+
+
+def extremes(batch: Batch, x: Tensor) -> tuple[float, float]:
+    """Find the least and the largest of [R]; there is one, at least."""
+    answered = batch.response_lengths > 0
+    least, largest = (_per_sequence(batch, x.double(), kind)[answered] for kind in ("amin", "amax"))
+    return float(least.min()), float(largest.max())
+
+
+def variance(batch: Batch, x: Tensor, correction: int = 0) -> float:
+    """Compute the variance of float64 [R] around its mean; `correction` 1 is unbiased."""
+    return float(total(batch, (x - mean(batch, x)).square())) / (count(batch) - correction)
+
+
+def percentiles(batch: Batch, x: Tensor, percents: tuple[int, ...]) -> list[float]:
+    """Pick of float32 [R], in order, the ones at round((n - 1) percent / 100), where n is the number over all ranks.
+
+    It counts them by the upper, then by the lower half of their bits, so that no rank has to see them all.
+    """
+    bits = x.contiguous().view(torch.int32).long()
+    keys = torch.where(bits < 0, -1 - bits - _SIGN, bits) + _SIGN  # ascending as the numbers do, from 0
+    upper = _summed(batch, (keys >> 16).bincount(minlength=1 << 16)).cumsum(0)
+    picked = []
+    for percent in percents:
+        place = round((count(batch) - 1) * percent / 100)
+        high = int((upper <= place).sum())
+        place -= int(upper[high - 1]) if high else 0
+        lower = _summed(batch, (keys[keys >> 16 == high] & 0xFFFF).bincount(minlength=1 << 16)).cumsum(0)
+        picked.append((high << 16) + int((lower <= place).sum()) - _SIGN)
+    signed = torch.tensor(picked)
+    return torch.where(signed < 0, -1 - signed - _SIGN, signed).int().view(torch.float32).tolist()
+
+
+def _per_sequence(batch: Batch, x: Tensor, kind: str) -> Tensor:
+    """Reduce [R] over each sequence: [N]; 0 for those without trained tokens."""
+    sequences = batch.trained(batch.sequence_of_token)
+    return _summed(
+        batch, torch.zeros(len(batch), dtype=x.dtype).scatter_reduce_(0, sequences, x, kind, include_self=False)
+    )
+
+
+def _summed(batch: Batch, values: Tensor) -> Tensor:
+    return values if batch.owners is None else batch.owners.sum_(values)
