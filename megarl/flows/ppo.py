@@ -54,7 +54,7 @@ def ppo(run: Run, stage: Stage | None = None) -> None:
     held_out = partial(evaluate, run, generation, score) if run.inputs.val_prompts else None
 
     for step in run.steps("rl", run.inputs.total_steps, before=0, validate=held_out):
-        batch = collect(run, generation, sampler, score, greedy=needs.greedy, carry_over=carry_over)
+        batch = collect(run, generation, sampler, score, greedy=needs.greedy, carry_over=carry_over, everywhere=False)
         check_finite(batch, config, step)
         plan = actor.plan(batch, per_update(batch, config.actor_rollout_ref.actor.ppo_mini_batch_size, config))
         batch = update.old_log_probs(batch.held_by(plan.owners), plan)

@@ -28,6 +28,7 @@ from megarl.rollout.speed import Speed
 from megarl.rollout.stop_strings import Decode
 from megarl.telemetry.timers import PhaseTimers
 from megarl.types import Prompt, Rollout, Rollouts, SamplingParams
+from megarl.types.owners import Holders
 
 
 class Generation:
@@ -127,6 +128,7 @@ class Generation:
         round_: int,
         draw: int = 0,
         on_finished: OnFinished | None = None,
+        everywhere: bool = True,
     ) -> Rollouts:
         """Generate `n` responses to each prompt, on every rank; only inside `phase`.
 
@@ -134,9 +136,10 @@ class Generation:
             seed, round_, draw: with the prompt's index and the sample's number they make each response's seed. Draws of
                 equal size have no group in common.
             on_finished: called with each response as soon as it is finished.
+            everywhere: see `generate_rollouts`.
         """
         begun = begin_rollouts(prompts, n, seed=seed, round_=round_, draw=draw, first_group=draw * len(prompts))
-        return self.go_on(begun, params, version=round_, on_finished=on_finished)
+        return self.go_on(begun, params, version=round_, on_finished=on_finished, everywhere=everywhere)
 
     def go_on(
         self,
@@ -146,10 +149,12 @@ class Generation:
         version: int,
         on_finished: OnFinished | None = None,
         quota: Quota | None = None,
+        everywhere: bool = True,
     ) -> Rollouts:
         """Finish responses that wait or are under way; as `generate_rollouts`, only inside `phase`.
 
-        Episodes are played from their beginning to their end; one can become several rollouts of its group.
+        Episodes are played from their beginning to their end; one can become several rollouts of its group. Every rank
+        gets their tokens.
         """
 
         def finished(place: int, rollout: Rollout) -> None:
@@ -157,16 +162,29 @@ class Generation:
             if on_finished is not None:
                 on_finished(place, rollout)
 
+        holders: Holders | None = None
         with self._timers(Phase.GENERATE), self.speed.measured():
             if self._episodes is not None:
                 assert quota is None, "an episode cannot wait for other weights"
                 items = self._episodes.play(self.engine, rollouts, params, version=version, on_finished=on_finished)
             else:
+                if not everywhere:
+                    layout = self.groups.layout
+                    blocks = tuple(layout.replica_ranks(replica) for replica in range(layout.replicas))
+                    holders = Holders(blocks=blocks, ranks=self.groups.world)
                 items = generate_rollouts(
-                    self.engine, self.groups, rollouts, params, version=version, on_finished=finished, quota=quota
+                    self.engine,
+                    self.groups,
+                    rollouts,
+                    params,
+                    version=version,
+                    on_finished=finished,
+                    quota=quota,
+                    everywhere=everywhere,
                 )
         self.speed.count(rollouts, items)
-        return Rollouts(items=tuple(items), temperature=params.temperature or 1.0, version=version)
+        temperature = params.temperature or 1.0
+        return Rollouts(items=tuple(items), temperature=temperature, version=version, holders=holders)
 
     def close(self, *, engine: bool = True) -> None:
         """End the episodes, and give the engine's memory and process groups back.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from megarl.parallel.generation_groups import GenerationGroups
 from megarl.rollout.engine import Engine, Request
 from megarl.rollout.gathering import gather_responses
-from megarl.types import Completion, Prompt, Rollout, SamplingParams
+from megarl.types import Completion, FinishReason, Outline, Prompt, Rollout, SamplingParams
 
 OnFinished = Callable[[int, Rollout], None]
 """(place among the rollouts, a finished response), called by the first rank of the replica that finished it."""
@@ -69,12 +69,15 @@ def generate_rollouts(
     version: int = 0,
     on_finished: OnFinished | None = None,
     quota: Quota | None = None,
+    everywhere: bool = True,
 ) -> list[Rollout]:
     """The same responses, finished; on every rank, and for every generation layout.
 
     A replica takes every `replicas`-th group with all its samples, so that they share the prompt's prefill.
 
     Args:
+        everywhere: every rank gets all tokens; else a replica's ranks keep those of its responses, and the others get
+            their outlines.
         rollouts: not begun, or under way; those that are finished stay as they are.
         version: of the weights.
         on_finished: is told of each response as soon as it is finished.
@@ -87,8 +90,16 @@ def generate_rollouts(
         completions[i] = completion
         if on_finished is not None and groups.tp_rank == 0 and completion.finish_reason is not None:
             on_finished(i, _continued(mine[i], completion, version))
-    everyone = gather_responses(groups.world, completions if groups.tp_rank == 0 else {}, "all completions")
-    return [_continued(r, everyone[i], version) if i in everyone else r for i, r in enumerate(rollouts)]
+    if everywhere:
+        everyone = gather_responses(groups.world, completions if groups.tp_rank == 0 else {}, "all completions")
+        return [_continued(r, everyone[i], version) if i in everyone else r for i, r in enumerate(rollouts)]
+    own = {i: _continued(mine[i], completion, version) for i, completion in completions.items()}
+    outlines = {i: (r.tokens.outline(groups.replica), r.finish_reason) for i, r in own.items()}
+    told: dict[int, tuple[Outline, FinishReason | None]] = {}
+    for of_rank in groups.world.all_gather(outlines if groups.tp_rank == 0 else {}, "what all replicas generated"):
+        told |= of_rank
+    others = {i: replace(rollouts[i], response=told[i][0], finish_reason=told[i][1]) for i in told.keys() - own.keys()}
+    return [own.get(i) or others.get(i) or rollout for i, rollout in enumerate(rollouts)]
 
 
 def share_of(groups: GenerationGroups, rollouts: Sequence[Rollout]) -> dict[int, Rollout]:
@@ -130,7 +141,7 @@ def _generate(
     """Place and completion of each response as it is finished, then of those that are left under way."""
     engine.submit(
         [
-            Request(key=i, prompt=rollout.prompt.token_ids, params=params, seed=rollout.seed, response=rollout.response)
+            Request(key=i, prompt=rollout.prompt.token_ids, params=params, seed=rollout.seed, response=rollout.tokens)
             for i, rollout in mine.items()
             if rollout.finish_reason is None
         ]

@@ -50,5 +50,4 @@ class Speed:
 
 
 def _drawn(rollout: Rollout) -> int:
-    response = rollout.response
-    return len(response) - (response.sampled or b"").count(0)
+    return len(rollout.response) - rollout.response.observed_count

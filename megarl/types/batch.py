@@ -244,7 +244,7 @@ def batch_of(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]
     parts = [part for pair in zip(prompts, responses, strict=True) for part in pair]
     sizes = torch.tensor([len(part) for part in parts], dtype=torch.int64)
     return Batch(
-        tokens=torch.from_numpy(np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])),
+        tokens=torch.from_numpy(np.concatenate([np.asarray(part, dtype=np.int64) for part in [(), *parts]])),
         cu_seqlens=torch.cat((sizes.new_zeros(1), sizes.view(-1, 2).sum(1).cumsum(0))),
         response_mask=torch.tensor([False, True]).repeat(len(parts) // 2).repeat_interleave(sizes),
         groups=torch.tensor(groups, dtype=torch.int64),

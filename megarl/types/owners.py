@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -71,6 +71,24 @@ class Owners:
         return self.ranks.sum_(values, what)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Holders:
+    """Knows the ranks that may have tokens, block by block, before a batch is made of them.
+
+    Attributes:
+        blocks, ranks: see `Owners`.
+    """
+
+    blocks: Blocks
+    ranks: Ranks
+
+    def owners(self, holders: Iterable[int | None]) -> Owners:
+        """Say who has the tokens of sequences, by the block that holds each; None: this rank's."""
+        own = next(i for i, block in enumerate(self.blocks) if self.ranks.rank in block)
+        block_of = torch.tensor([own if holder is None else holder for holder in holders], dtype=torch.int64)
+        return Owners(block_of=block_of, blocks=self.blocks, ranks=self.ranks)
+
+
 def tokens_of(sequences: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
     """Place the tokens of some sequences, one after the other: int64.
 
@@ -101,53 +119,33 @@ def moved(columns: Mapping[str, Tensor], lengths: Tensor, had: Owners, wanted: O
     Returns:
         the columns of the tokens that it wants, in the same order.
     """
-    rank, size = had.ranks.rank, had.ranks.size
-    starts, empty = starts_of(had.own, lengths), torch.empty(0, dtype=torch.uint8)
-    parts, sizes, received = [empty] * size, [0] * size, list[Tensor]()
-    bytes_of_token = sum(_bytes_of_token(column) for column in columns.values())
+    rank, starts = had.ranks.rank, starts_of(had.own, lengths)
+    given = [torch.empty(0).long()] * had.ranks.size  # the tokens that each rank gets of this one
     if had.block >= 0:
         for taker, place, block in wanted.members():
             if _giver(taker, place, had, had.block) == rank:
                 sequences = had.own[wanted.block_of[had.own] == block]
-                parts[taker] = _packed(columns, tokens_of(sequences, starts, lengths))
-    order = list[Tensor]()
+                given[taker] = tokens_of(sequences, starts, lengths)
+    counts, arriving = [0] * had.ranks.size, [torch.empty(0).long()]
     if wanted.block >= 0:
         place, had_by = wanted.blocks[wanted.block].index(rank), had.block_of[wanted.own]
         givers = {_giver(rank, place, had, block): block for block in had_by.unique().tolist() if block >= 0}
         for giver, block in sorted(givers.items()):
-            order.append(wanted.own[had_by == block])
-            sizes[giver] = int(lengths[order[-1]].sum()) * bytes_of_token
-    received = [part for part in had.ranks.exchange(parts, sizes, "tokens of other ranks") if len(part)]
-    sequences = torch.cat([*order, torch.empty(0).long()])
+            arriving.append(wanted.own[had_by == block])
+            counts[giver] = int(lengths[arriving[-1]].sum())
+    sequences = torch.cat(arriving)
     assert len(sequences) == len(wanted.own), "no rank has some of the tokens"
-    tokens = tokens_of(wanted.own, starts_of(sequences, lengths), lengths)
-    return _unpacked(columns, received, bytes_of_token, tokens)
+    order = tokens_of(wanted.own, starts_of(sequences, lengths), lengths)
+    received = {}
+    for name, column in columns.items():  # one after the other: a column is large
+        each = column.element_size() * math.prod(column.shape[1:])
+        parts = [column[tokens].flatten().view(torch.uint8) for tokens in given]
+        whole = torch.cat(had.ranks.exchange(parts, [n * each for n in counts], "tokens of other ranks"))
+        received[name] = whole.view(column.dtype).view(-1, *column.shape[1:])[order]
+    return received
 
 
 def _giver(taker: int, place: int, had: Owners, block: int) -> int:
     """Choose the rank of a block that gives its tokens to the rank at some place of another block."""
     ranks = had.blocks[block]
     return taker if taker in ranks else ranks[place % len(ranks)]
-
-
-def _bytes_of_token(column: Tensor) -> int:
-    return column.element_size() * math.prod(column.shape[1:])
-
-
-def _packed(columns: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
-    """Join the bytes of some tokens, column after column: uint8."""
-    return torch.cat([column[tokens].view(torch.uint8).flatten() for column in columns.values()])
-
-
-def _unpacked(
-    columns: Mapping[str, Tensor], parts: Sequence[Tensor], bytes_of_token: int, order: Tensor
-) -> dict[str, Tensor]:
-    """Take columns apart that `_packed` has joined, and put their tokens in order."""
-    counts, at, unpacked = [len(part) // bytes_of_token for part in parts], [0] * len(parts), dict[str, Tensor]()
-    for name, column in columns.items():
-        width = _bytes_of_token(column)
-        pieces = [part[a : a + n * width] for part, a, n in zip(parts, at, counts, strict=True)]
-        joined = torch.cat([*pieces, torch.empty(0, dtype=torch.uint8)]).view(column.dtype)
-        unpacked[name] = joined.view(-1, *column.shape[1:])[order]
-        at = [a + n * width for a, n in zip(at, counts, strict=True)]
-    return unpacked

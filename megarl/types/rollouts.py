@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, overload
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from megarl.types.batch import Batch, batch_of
-from megarl.types.tokens import Tokens
+from megarl.types.owners import Holders, Owners
+from megarl.types.tokens import Outline, Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +99,7 @@ class Rollout:
         group: number of the prompt's drawing: the responses to the same drawing are compared with each other.
         sample: its number in the group.
         seed: with the place of a token in the response it makes that token's random number.
-        response: the tokens so far.
+        response: the tokens so far, or what is known of them where other ranks have them.
         finish_reason: None until it is finished.
         reward: its score; None until it is scored, and where scoring failed.
         parts: of the score, and further values of the reward functions, by name.
@@ -107,26 +110,34 @@ class Rollout:
     group: int = 0
     sample: int = 0
     seed: int = 0
-    response: Tokens = field(default_factory=Tokens)
+    response: Tokens | Outline = field(default_factory=Tokens)
     finish_reason: FinishReason | None = None
     reward: float | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
     episode: Episode | None = None
 
+    @property
+    def tokens(self) -> Tokens:
+        """Get the response, on a rank that has its tokens."""
+        assert isinstance(self.response, Tokens), "other ranks have the tokens of this response"
+        return self.response
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rollouts(Sequence[Rollout]):
-    """Holds responses, the same on every rank; those of a group need not be adjacent.
+    """Holds responses, the same on every rank but for their tokens; those of a group need not be adjacent.
 
     Attributes:
         items: one record per response.
         temperature: at which they were sampled; 1 for greedy responses, whose log-probabilities are those at 1.
         version: of the newest weights; None: versions do not matter.
+        holders: the replicas whose ranks have the tokens of their own responses; None: every rank has all.
     """
 
     items: tuple[Rollout, ...]
     temperature: float = 1.0
     version: int | None = None
+    holders: Holders | None = None
 
     def __len__(self) -> int:
         return len(self.items)
@@ -191,27 +202,28 @@ class Rollouts(Sequence[Rollout]):
     def to_batch(self) -> Batch:
         """Concatenate into a `Batch` with `rollout_logp` and, once one is scored, `rewards`.
 
-        Tokens that an environment said are not trained on. Where some responses have scores, none of the
-        tokens of those without is trained on, and their rewards read 0.
+        A rank gets the tokens that it has. Tokens that an environment said are not trained on. Where some responses
+        have scores, none of the tokens of those without is trained on, and their rewards read 0.
         """
+        own = [rollout for rollout in self.items if isinstance(rollout.response, Tokens)]
+        batch = batch_of([r.prompt.token_ids for r in own], [r.tokens.ids for r in own], range(len(own)))
+        of_responses = batch.response_mask
+        logp = torch.zeros(len(batch.tokens))
+        logp[of_responses] = torch.from_numpy(_joined([r.tokens.logp for r in own], np.float32))
         numbers: dict[int, int] = {}
         groups = [numbers.setdefault(rollout.group, len(numbers)) for rollout in self.items]
-        batch = batch_of([r.prompt.token_ids for r in self.items], [r.response.ids for r in self.items], groups)
-        logp = torch.zeros(len(batch.tokens))
-        logp[batch.response_mask] = torch.from_numpy(np.concatenate([np.asarray(r.response.logp) for r in self.items]))
-        batch = batch.with_(staleness=self._staleness(batch.response_mask))
-        if len(episodes := self.episodes) < len(self):
-            part_of = torch.zeros(len(self), dtype=torch.int64)
-            for number, places in enumerate(episodes):
-                part_of[places] = number
-            batch = batch.with_(episodes=part_of)
-        if any(rollout.response.sampled is not None for rollout in self.items):
-            drawn = b"".join(r.response.sampled or b"\x01" * len(r.response) for r in self.items)
-            mask = batch.response_mask.clone()
-            mask[batch.response_mask] = torch.frombuffer(bytearray(drawn), dtype=torch.uint8).bool()
-            batch = batch.with_(response_mask=mask)
-        truncated = torch.tensor([rollout.finish_reason == "length" for rollout in self.items])
-        batch = batch.with_(rollout_logp=logp, truncated=truncated, temperature=self.temperature, **self._routing())
+        batch = batch.with_(
+            cu_seqlens=torch.tensor([0, *(len(r.prompt.token_ids) + len(r.response) for r in self.items)]).cumsum(0),
+            groups=torch.tensor(groups, dtype=torch.int64),
+            episodes=self._episode_of_each(),
+            truncated=torch.tensor([rollout.finish_reason == "length" for rollout in self.items]),
+            rollout_logp=logp,
+            response_mask=_drawn(own, of_responses),
+            staleness=self._staleness(own, of_responses),
+            temperature=self.temperature,
+            owners=self._owners(),
+            **self._routing(own),
+        )
         rewards = self.rewards
         if all(reward is None for reward in rewards):
             return batch
@@ -221,33 +233,60 @@ class Rollouts(Sequence[Rollout]):
             response_mask=batch.response_mask & batch.spread(scored),
         )
 
-    def _routing(self) -> dict[str, Tensor]:
+    def _owners(self) -> Owners | None:
+        if self.holders is None:
+            return None
+        return self.holders.owners(r.response.holder if isinstance(r.response, Outline) else None for r in self.items)
+
+    def _episode_of_each(self) -> Tensor | None:
+        episodes = self.episodes
+        if len(episodes) == len(self):
+            return None
+        part_of = torch.zeros(len(self), dtype=torch.int64)
+        for number, places in enumerate(episodes):
+            part_of[places] = number
+        return part_of
+
+    def _routing(self, own: Sequence[Rollout]) -> dict[str, Tensor]:
         """Return the experts that the engine recorded, by the names of the fields of `Batch`; nothing: it did not."""
         recorded = [rollout.response.routed for rollout in self.items]
         form = next((routed for routed in recorded if routed is not None), None)
         if form is None:
             return {}
-        lengths = [len(rollout.prompt.token_ids) + len(rollout.response) for rollout in self.items]
+        lengths = [len(rollout.prompt.token_ids) + len(rollout.response) for rollout in own]
         experts = np.zeros((sum(lengths), form.layers, form.experts_per_token), form.dtype)
         there, start = np.zeros(len(experts), bool), 0
-        for routed, length in zip(recorded, lengths, strict=True):
-            if routed is not None:
+        for rollout, length in zip(own, lengths, strict=True):
+            if (routed := rollout.tokens.routed) is not None:
                 assert len(routed) <= length
                 experts[start : start + len(routed)] = routed.choices
                 there[start : start + len(routed)] = True
             start += length
         return {"routed_experts": torch.from_numpy(experts), "routed": torch.from_numpy(there)}
 
-    def _staleness(self, of_responses: Tensor) -> Tensor | None:
+    def _staleness(self, own: Sequence[Rollout], of_responses: Tensor) -> Tensor | None:
         """Return the staleness of each token, as in `Batch`.
 
         Args:
             of_responses: bool [T], true at all tokens of responses.
         """
-        spans = [span for rollout in self.items for span in rollout.response.versions]
-        if self.version is None or all(version == self.version for version, _ in spans):
+        drawn_with = {version for rollout in self.items for version, _ in rollout.response.versions}
+        if self.version is None or drawn_with <= {self.version}:
             return None
-        versions, counts = torch.tensor(spans, dtype=torch.int64).unbind(1)
+        spans = [span for rollout in own for span in rollout.response.versions]
+        versions, counts = torch.tensor(spans, dtype=torch.int64).view(-1, 2).unbind(1)
         staleness = torch.zeros(len(of_responses), dtype=torch.int64)
         staleness[of_responses] = torch.repeat_interleave(self.version - versions, counts)
         return staleness
+
+
+def _drawn(own: Sequence[Rollout], of_responses: Tensor) -> Tensor:
+    """Leave out of the tokens of responses, bool [T], those that an environment said."""
+    if all(rollout.tokens.sampled is None for rollout in own):
+        return of_responses
+    drawn = b"".join(r.tokens.sampled or b"\x01" * len(r.tokens) for r in own)
+    return of_responses.masked_scatter(of_responses, torch.frombuffer(bytearray(drawn), dtype=torch.uint8).bool())
+
+
+def _joined(parts: Sequence[array[Any]], dtype: type) -> npt.NDArray[Any]:
+    return np.concatenate([np.asarray(part, dtype) for part in [array("f"), *parts]])

@@ -1,4 +1,5 @@
-"""Holds the tokens of a response: the policy's, and an environment's between them."""
+"""Holds the tokens of a response: the policy's, and an environment's between them; or their outline, where other ranks
+have them."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from zlib import crc32
 
 from megarl.types.routed_experts import RoutedExperts
 
@@ -55,8 +57,55 @@ class Tokens:
         return replace(self, versions=(*earlier, (version, added)) if added else earlier)
 
     @property
+    def observed_count(self) -> int:
+        """Count the tokens that an environment said."""
+        return 0 if self.sampled is None else self.sampled.count(0)
+
+    @property
+    def digest(self) -> int:
+        """Digest the token ids: a checksum, CRC-32."""
+        return crc32(self.ids.tobytes())
+
+    def outline(self, holder: int) -> Outline:
+        """Tell what ranks know that do not hold the tokens.
+
+        Args:
+            holder: the replica that does.
+        """
+        return Outline(
+            holder=holder,
+            length=len(self),
+            digest=self.digest,
+            observed_count=self.observed_count,
+            versions=self.versions,
+            routed=None if self.routed is None else replace(self.routed, data=b""),
+        )
+
+    @property
     def turns(self) -> list[tuple[bool, array[int]]]:
         """Split the tokens into turns: (whether the policy spoke, the token ids)."""
         sampled = self.sampled or b"\x01" * len(self)
         places = [0, *(i for i in range(1, len(self)) if sampled[i] != sampled[i - 1]), len(self)]
         return [(bool(sampled[a]), self.ids[a:b]) for a, b in pairwise(places) if a < b]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outline:
+    """Tells of a response what every rank knows, where other ranks have its tokens.
+
+    Attributes:
+        holder: the replica whose ranks have them.
+        length: how many there are.
+        digest, observed_count, versions: see `Tokens`.
+        routed: in which form experts were recorded, without any; None: they were not.
+    """
+
+    holder: int
+    length: int
+    digest: int
+    observed_count: int
+    versions: tuple[tuple[int, int], ...]
+    routed: RoutedExperts | None = None
+
+    def __len__(self) -> int:
+        return self.length

@@ -130,8 +130,8 @@ class CarryOver:
             "length": _numbers(len(rollout.response) for rollout in under_way),
             "span_count": _numbers(len(rollout.response.versions) for rollout in under_way),
             "spans": np.array(spans, np.int64).reshape(-1, 2),
-            "token_ids": _joined((rollout.response.ids for rollout in under_way), np.int32),
-            "logp": _joined((rollout.response.logp for rollout in under_way), np.float32),
+            "token_ids": _joined((rollout.tokens.ids for rollout in under_way), np.int32),
+            "logp": _joined((rollout.tokens.logp for rollout in under_way), np.float32),
             **self._routing(),
         }
 
@@ -139,7 +139,7 @@ class CarryOver:
         """Return the recorded experts: of how many tokens of each response, [R] int64, and one after another which."""
         if (empty := self._unrouted) is None:
             return {}
-        records = [rollout.response.routed or empty for rollout in self._under_way]
+        records = [rollout.tokens.routed or empty for rollout in self._under_way]
         choices = [record.choices for record in (empty, *records)]
         return {"routed_tokens": _numbers(len(record) for record in records), "routed_experts": np.concatenate(choices)}
 

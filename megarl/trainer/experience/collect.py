@@ -32,6 +32,7 @@ def collect(
     *,
     greedy: bool,
     carry_over: CarryOver | None = None,
+    everywhere: bool = True,
 ) -> Batch:
     """Generate and score responses to the next prompts; returns them as a batch.
 
@@ -41,6 +42,8 @@ def collect(
     Args:
         greedy: generate and score a greedy response to each prompt too.
         carry_over: the responses that outlive a step, if any do.
+        everywhere: every rank gets all tokens; else those of a replica's responses stay with its ranks, unless
+            responses outlive a step, or are episodes.
     """
     inputs, config, step = run.inputs, run.config, run.position.step
     seed, n, sampling = config.data.seed, config.actor_rollout_ref.rollout.n, inputs.sampling(validation=False)
@@ -48,7 +51,14 @@ def collect(
     def draw(number: int) -> Rollouts:
         prompts = [inputs.train_prompts[i] for i in sampler.next()]
         return generation.rollouts(
-            prompts, n, sampling, seed=seed, round_=step, draw=number, on_finished=run.on_finished
+            prompts,
+            n,
+            sampling,
+            seed=seed,
+            round_=step,
+            draw=number,
+            on_finished=run.on_finished,
+            everywhere=everywhere,
         )
 
     def go_on(begun: Sequence[Rollout], quota: Quota) -> Rollouts:
@@ -65,7 +75,7 @@ def collect(
             rollouts = draw(0)
         if greedy:
             best = replace(sampling, temperature=0.0, top_p=1.0, top_k=-1, routed_experts=False)
-            best_guess = generation.rollouts(rollouts.prompts, 1, best, seed=seed, round_=step)
+            best_guess = generation.rollouts(rollouts.prompts, 1, best, seed=seed, round_=step, everywhere=everywhere)
     with run.phase(Phase.REWARD):
         if not config.algorithm.filter_groups.enable:
             rollouts = drawn = score(rollouts)

@@ -97,7 +97,7 @@ def records_of(rollouts: Rollouts, inputs: Inputs, world: World) -> list[Record]
     mine: list[tuple[str, str, str | None]] = []
     for rollout in rollouts[world.rank :: world.size]:
         prompt = decode(rollout.prompt.token_ids) if rollout.sample == 0 else ""  # once for all samples
-        response = decode(rollout.response.ids)
+        response = decode(rollout.tokens.ids)
         mine.append((prompt, response, _answer_of(inputs.rewards, rollout.prompt.data_source)(response)))
     gathered = world.all_gather(mine, "the responses as text")
     texts = [gathered[i % world.size][i // world.size] for i in range(len(rollouts))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,7 +22,7 @@ from megarl.trainer.other_models import own_tokenizer
 from megarl.trainer.scoring.episodes import score_episodes
 from megarl.trainer.scoring.scorer import Score
 from megarl.trainer.session.run import Run
-from megarl.types import Batch, Rollouts, batch_of
+from megarl.types import Batch, Rollouts, Tokens, batch_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,21 +102,32 @@ def score_by_model(rollouts: Rollouts, *, run: Run, judge: Judge, tokenizer: Tok
 def encoded_anew(rollouts: Rollouts, inputs: Inputs, world: World, tokenizer: Tokenizer) -> Batch:
     """Encode prompts and responses with another tokenizer and its chat template; the same on every rank.
 
-    Every rank encodes every world-size-th of them.
+    Every rank encodes every world-size-th of them, or of those that it has the tokens of.
     """
     data = inputs.config.data
-    mine: list[list[int]] = []
-    for rollout in rollouts[world.rank :: world.size]:
+    mine: dict[int, list[int]] = {}
+    for i in _shared_out(rollouts, world):
+        rollout = rollouts[i]
         prompt, source = value_at(rollout.prompt.row, data.prompt_key), rollout.prompt.source
-        response, ended = inputs.tokenizer.decode(rollout.response.ids), rollout.finish_reason == "stop"
+        response, ended = inputs.tokenizer.decode(rollout.tokens.ids), rollout.finish_reason == "stop"
         if are_messages(prompt):
             tools = tools_of(Row(source, rollout.prompt.row), data.tools_key)
-            mine.append(conversation_ids(prompt, response, source, tokenizer, ended=ended, tools=tools))
+            mine[i] = conversation_ids(prompt, response, source, tokenizer, ended=ended, tools=tools)
         else:
-            mine.append([*tokenizer.encode(f"{prompt}{response}"), *[tokenizer.eos_id] * ended])
-    gathered = world.all_gather(mine, "the texts for the reward model")
-    texts = [gathered[i % world.size][i // world.size] for i in range(len(rollouts))]
-    return batch_of(texts, [()] * len(texts), range(len(texts)))
+            mine[i] = [*tokenizer.encode(f"{prompt}{response}"), *[tokenizer.eos_id] * ended]
+    texts: dict[int, list[int]] = {}
+    for of_rank in world.all_gather(mine, "the texts for the reward model"):
+        texts |= of_rank
+    return batch_of([texts[i] for i in range(len(rollouts))], [()] * len(texts), range(len(texts)))
+
+
+def _shared_out(rollouts: Rollouts, world: World) -> Sequence[int]:
+    """Choose the rollouts whose texts this rank encodes, among those that it has the tokens of."""
+    if rollouts.holders is None:
+        return range(world.rank, len(rollouts), world.size)
+    block = next(block for block in rollouts.holders.blocks if world.rank in block)
+    here = [i for i, rollout in enumerate(rollouts) if isinstance(rollout.response, Tokens)]
+    return here[block.index(world.rank) :: len(block)]
 
 
 def _check_lengths(batch: Batch, rollouts: Rollouts, run: Run, judge: Judge) -> None:

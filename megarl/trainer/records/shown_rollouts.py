@@ -57,11 +57,11 @@ class ShownRollouts:
     def _sample(self, rollout: Rollout, prompt: str) -> Sample:
         decode, turns, turn_lengths, error = self._tokenizer.decode, None, None, None
         if rollout.episode is not None:
-            turns = tuple(("policy" if drawn else "environment", decode(ids)) for drawn, ids in rollout.response.turns)
-            turn_lengths, error = tuple(len(ids) for _, ids in rollout.response.turns), rollout.episode.error
+            turns = tuple(("policy" if drawn else "environment", decode(ids)) for drawn, ids in rollout.tokens.turns)
+            turn_lengths, error = tuple(len(ids) for _, ids in rollout.tokens.turns), rollout.episode.error
         return Sample(
             prompt=prompt,
-            response=decode(rollout.response.ids),
+            response=decode(rollout.tokens.ids),
             answer=str(rollout.prompt.row.get("answer", "")),
             reward=rollout.reward,
             turns=turns,
@@ -84,7 +84,7 @@ class ShownRollouts:
         if trained is not None and drawn is not None:
             gap = torch.where(batch.response_mask[response], trained[response] - drawn[response], 0.0)
         return TokenColumns(
-            texts=self._pieces.of(rollout.response.ids),
+            texts=self._pieces.of(rollout.tokens.ids),
             logp=None if logp is None else _numbers(logp[response]),
             advantage=None if batch.advantages is None else _numbers(batch.advantages[response]),
             gap=None if gap is None else _numbers(gap),

@@ -94,8 +94,7 @@ def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
         "turns_mean": _mean(turns),
         "turns_max": float(max(turns)),
         "tool_s": _mean([sum(part.seconds for part in of_one) for of_one in episodes]),
-        "observed": sum((response.sampled or b"").count(0) for response in responses)
-        / max(1, sum(map(len, responses))),
+        "observed": sum(response.observed_count for response in responses) / max(1, sum(map(len, responses))),
         "limited": _mean([any(part.limited for part in of_one) for of_one in episodes]),
     }
 

@@ -96,6 +96,6 @@ def _itself(rollout: Rollout) -> Rollout:
 
 def _last_turn(rollout: Rollout) -> Rollout:
     """Return the rollout with its last turn of the policy as its response."""
-    response = rollout.response
+    response = rollout.tokens
     drawn, ids = response.turns[-1] if response else (False, response.ids)
     return replace(rollout, response=Tokens(ids=ids, logp=response.logp[-len(ids) :]) if drawn else Tokens())

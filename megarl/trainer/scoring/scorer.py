@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from zlib import crc32
 
 from megarl.data.readers import value_or_none
 from megarl.parallel.world import World
@@ -16,7 +15,7 @@ from megarl.trainer.inputs import Inputs
 from megarl.trainer.layouts import generation_layout
 from megarl.trainer.records.score_metrics import call_metrics, parts_by_name
 from megarl.trainer.scoring.reward_workers import host_here, workers_of
-from megarl.types import Rollout, Rollouts
+from megarl.types import Rollout, Rollouts, Tokens
 
 Score = Callable[[Rollouts], Rollouts]
 """Rollouts -> the same with `rewards`; every rank calls it."""
@@ -59,7 +58,7 @@ class Scorer:
         if not self._reads(rollout):
             return
         assert rollout.finish_reason is not None
-        text = self._inputs.tokenizer.decode(rollout.response.ids)
+        text = self._inputs.tokenizer.decode(rollout.tokens.ids)
         response = Response(
             text=text,
             tokens=len(rollout.response),
@@ -81,7 +80,9 @@ class Scorer:
         missing = [rollout for rollout in rollouts if self._reads(rollout) and _key(rollout) not in results]
         if missing:
             if self._judge is not None:
-                for rollout in missing[self._leaders.index(self._world.rank) :: len(self._leaders)]:
+                shared_out = missing[self._leaders.index(self._world.rank) :: len(self._leaders)]
+                here = [rollout for rollout in missing if isinstance(rollout.response, Tokens)]
+                for rollout in shared_out if rollouts.holders is None else here:
                     self.submit(0, rollout)
             results |= self._collect()
         keys = {_key(rollout) for rollout in rollouts}
@@ -144,4 +145,4 @@ class Scorer:
 
 def _key(rollout: Rollout) -> tuple[int, int]:
     """Return what tells responses apart between two collections: equal tokens to one prompt have the same score."""
-    return rollout.seed, crc32(rollout.response.ids.tobytes())
+    return rollout.seed, rollout.response.digest

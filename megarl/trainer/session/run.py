@@ -24,6 +24,7 @@ from megarl.roles.frozen import FrozenModel
 from megarl.roles.model import MegatronModel
 from megarl.rollout.replicas import OnFinished
 from megarl.telemetry.profiler import Profiler
+from megarl.telemetry.samples import chosen
 from megarl.telemetry.timers import PhaseTimers
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.layouts import generation_layout, train_layout
@@ -36,7 +37,7 @@ from megarl.trainer.scoring.scorer import Scorer
 from megarl.trainer.session.agreement import check_same_values
 from megarl.trainer.session.loops import Loops, Validate
 from megarl.trainer.stop import StopRequest
-from megarl.types import Batch, Rollouts
+from megarl.types import Batch, Rollout, Rollouts, Tokens
 from megarl.types.owners import Owners
 
 T = TypeVar("T")
@@ -157,8 +158,20 @@ class Run:
         self.records.log(prefix, metrics)
 
     def show(self, rollouts: Rollouts) -> None:
-        """Write some of the step's rollouts as text into the run's folder, where the report shows them."""
-        self.report.samples(self.row, rollouts)
+        """Write some of the step's rollouts as text into the run's folder, where the report shows them; every rank
+        calls it."""
+        self.report.samples(self.row, self._with_tokens_of_shown(rollouts))
+
+    def _with_tokens_of_shown(self, rollouts: Rollouts) -> Rollouts:
+        """Bring the tokens of the rollouts that are shown to the first rank, which shows them."""
+        if rollouts.holders is None:
+            return rollouts
+        places = chosen(rollouts.groups, self.config.trainer.log_rollouts) if self.config.trainer.log_rollouts else []
+        here = {i: r for i in places if isinstance((r := rollouts[i]).response, Tokens)}
+        brought: dict[int, Rollout] = {}
+        for of_rank in self.world.gather(here if self._generation_groups.tp_rank == 0 else {}, "rollouts to show"):
+            brought |= of_rank
+        return rollouts.of(brought.get(i, rollout) for i, rollout in enumerate(rollouts))
 
     def trained_on(self, batch: Batch) -> None:
         """Write log-probabilities and advantages of the batch beside the rollouts that `show` wrote in this step.
