@@ -60,10 +60,10 @@ def test_own_columns_are_sorted_by_their_length() -> None:
 
 def test_what_depends_on_the_mask_alone_is_computed_once() -> None:
     batch = _batch()
-    lengths, places = batch.response_lengths, batch.sequence_of_token
+    lengths, starts = batch.response_lengths, batch.starts
     later = batch.with_(old_logp=torch.zeros(16))
-    assert later.response_lengths is lengths and later.sequence_of_token is places
-    masked = later.with_(response_mask=batch.response_mask & (places != 1))
+    assert later.response_lengths is lengths and later.starts is starts
+    masked = later.with_(response_mask=batch.response_mask & (batch.sequence_of_token != 1))
     assert masked.response_lengths.tolist() == [1, 0, 2, 4]
 
 

@@ -6,8 +6,9 @@ import io
 import json
 import random
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +56,14 @@ def _config(groups: int, batch: int, staleness: int, n: int, replicas: int = 1) 
     )
 
 
-def _go_on(carry_over: CarryOver, saved: CarryOver) -> None:
-    """As after a file."""
-    stream = io.BytesIO()
-    np.savez(stream, **saved.arrays())  # type: ignore[arg-type]
-    carry_over.load_state(json.loads(json.dumps(saved.state())))
-    stream.seek(0)
-    carry_over.load_arrays(dict(np.load(stream, allow_pickle=False)))
+def _go_on(carry_over: CarryOver, *saved: CarryOver) -> None:
+    """As after the files of some ranks."""
+    carry_over.load_state(json.loads(json.dumps(saved[0].state())))
+    for of_rank in saved:
+        stream = io.BytesIO()
+        np.savez(stream, **of_rank.arrays())  # type: ignore[arg-type]
+        stream.seek(0)
+        carry_over.load_arrays(dict(np.load(stream, allow_pickle=False)))
 
 
 @pytest.mark.parametrize(
@@ -107,7 +109,7 @@ class _Simulated:
                 for i in [i for i in mine if made[i].finish_reason is None][: self.most]:
                     r = made[i]
                     ends = len(r.response) + 1 == 1 + r.seed % 7 * (1 + r.seed % 5)
-                    response = r.response.drawn([1], [-1.0]).with_version(version)
+                    response = r.tokens.drawn([1 + r.seed % 9], [-1.0]).with_version(version)
                     made[i] = replace(r, response=response, finish_reason="stop" if ends else None)
         return Rollouts(items=tuple(made), version=version)
 
@@ -133,19 +135,33 @@ def test_nothing_is_lost_or_too_old(
     config = _config(batch + min(more, batch), batch, staleness, n, replicas)
     prompts = [replace(PROMPTS[i % 12], index=i) for i in range(40)]
 
-    def steps(carry_over: CarryOver, drawn: list[int], first: int, last: int) -> list[Rollouts]:
-        def draw() -> list[int]:
-            drawn[0] += batch
-            return [i % len(prompts) for i in range(drawn[0] - batch, drawn[0])]
+    generate = _Simulated(replicas, most)
 
-        generate = _Simulated(replicas, most)
-        return [
-            carry_over.next_batch(draw, lambda asked, quota, at=version: generate(asked, quota, at), version)
-            for version in range(first, last)
-        ]
+    def draw(drawn: list[int], rank: int) -> list[int]:
+        drawn[rank] += batch
+        return [i % len(prompts) for i in range(drawn[rank] - batch, drawn[rank])]
 
-    whole = CarryOver(config, prompts)
-    batches = steps(whole, [0], 1, 12)
+    def go_on(rank: int, at: int, before: Whole, after: Whole, asked: Sequence[Rollout], quota: Quota) -> Rollouts:
+        made = generate([_with_tokens(r, before) for r in asked], quota, at)
+        after.update({(r.group, r.sample): r.tokens for r in made})
+        replica_of = replicas_of_groups(asked, replicas)
+        return made.of(_seen(rank, *pair, replica_of) for pair in zip(asked, made, strict=True))
+
+    def steps(ranks: list[CarryOver], whole: Whole, drawn: list[int], first: int, last: int) -> list[Rollouts]:
+        """The batches with all tokens; `ranks` are of a replica each, and see the tokens of its responses."""
+        batches = []
+        for version in range(first, last):
+            before, of_ranks = dict(whole), []
+            for rank, carry_over in enumerate(ranks):
+                made = partial(go_on, rank, version, before, whole)
+                of_ranks.append(carry_over.next_batch(partial(draw, drawn, rank), made, version))
+            (mine, *others) = [made.of(_with_tokens(r, whole) for r in made) for made in of_ranks]
+            assert all(made == mine for made in others)
+            batches.append(mine)
+        return batches
+
+    whole = [CarryOver(config, prompts, rank) for rank in range(replicas)]
+    batches = steps(whole, {}, [0] * replicas, 1, 12)
     trained = [group for made in batches for group in dict.fromkeys(r.group for r in made)]
     assert len(trained) == len(set(trained)) == 11 * batch  # none twice
     for version, made in enumerate(batches, start=1):
@@ -154,19 +170,53 @@ def test_nothing_is_lost_or_too_old(
             assert r.finish_reason == "stop" and len(r.response) == sum(tokens for _, tokens in r.response.versions)
             versions = [version for version, _ in r.response.versions]
             assert version - versions[0] <= staleness and versions[-1] <= version
-    under_way = set(whole.arrays()["group"].tolist())
+    saved = [carry_over.arrays() for carry_over in whole]
+    orders = sorted(i for arrays in saved for i in arrays["order"].tolist())
+    assert orders == list(range(len(orders)))  # each response is saved by one rank
+    under_way = {group for arrays in saved for group in arrays["group"].tolist()}
     assert under_way | set(trained) == set(range(len(under_way) + len(trained)))  # none left out
     assert min(under_way) > max(trained) - 3 * batch * staleness
 
-    first, drawn = CarryOver(config, prompts), [0]
-    before = steps(first, drawn, 1, stop_at)
-    second = CarryOver(config, prompts)
-    _go_on(second, first)
-    assert second.state() == first.state()
-    assert {name: column.tolist() for name, column in second.arrays().items()} == {
-        name: column.tolist() for name, column in first.arrays().items()
-    }
-    assert [*before, *steps(second, drawn, stop_at, 12)] == batches
+    first, drawn, tokens = [CarryOver(config, prompts, rank) for rank in range(replicas)], [0] * replicas, Whole()
+    before = steps(first, tokens, drawn, 1, stop_at)
+    second = [CarryOver(config, prompts, rank) for rank in range(replicas)]
+    for carry_over in second:
+        _go_on(carry_over, *first)
+        assert carry_over.state() == first[0].state()
+    again = {i: row for carry_over in second for i, row in _rows(carry_over)}
+    assert again == {i: row for carry_over in first for i, row in _rows(carry_over)}
+    assert [*before, *steps(second, tokens, drawn, stop_at, 12)] == batches
+
+
+Whole = dict[tuple[int, int], Tokens]
+"""The tokens of all responses, by group and sample."""
+
+
+def _with_tokens(rollout: Rollout, whole: Whole) -> Rollout:
+    tokens = whole.get((rollout.group, rollout.sample), Tokens())
+    assert len(tokens) == len(rollout.response)
+    if isinstance(rollout.response, Tokens):
+        assert rollout.response == tokens
+    return replace(rollout, response=tokens)
+
+
+def _seen(rank: int, before: Rollout, after: Rollout, replica_of: Mapping[int, int]) -> Rollout:
+    """A response as a replica's rank sees it: one that goes on does so where its group is."""
+    replica = replica_of[after.group]
+    if before.finish_reason is not None or not len(after.response):
+        return before
+    return after if replica == rank else replace(after, response=after.tokens.outline(replica))
+
+
+def _rows(carry_over: CarryOver) -> Iterator[tuple[int, Any]]:
+    """What a rank saves of each response, by its place."""
+    arrays = carry_over.arrays()
+    ends, spans = arrays["length"].cumsum(), arrays["span_count"].cumsum()
+    for i, order in enumerate(arrays["order"].tolist()):
+        tokens = slice(ends[i] - arrays["length"][i], ends[i])
+        drawn = arrays["spans"][spans[i] - arrays["span_count"][i] : spans[i]].tolist()
+        numbers = [arrays[name][i] for name in ("prompt", "group", "sample", "seed", "finish_reason")]
+        yield order, (numbers, arrays["token_ids"][tokens].tolist(), arrays["logp"][tokens].tolist(), drawn)
 
 
 def test_groups_whose_prompt_has_gone_are_left_out() -> None:

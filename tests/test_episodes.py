@@ -187,10 +187,14 @@ def test_a_turn_from_the_kept_cache_equals_one_from_a_prefill(
 # -------------------------------------------------------------------------------------------------- what is recorded
 
 
+def _played_with(played: Played, version: int) -> Played:
+    return replace(played, response=played.tokens.with_version(version))
+
+
 def test_what_the_environment_said_is_not_trained_on() -> None:
     rollouts = rollouts_of(ROWS)
     played = play(rollouts)
-    made = Rollouts(items=tuple(played[i].of(rollouts[i], version=4) for i in rollouts), version=4)
+    made = Rollouts(items=tuple(_played_with(played[i], 4).of(rollouts[i]) for i in rollouts), version=4)
     batch = made.to_batch()
     for i, rollout in enumerate(made):
         response, turns = rollout.response, rollout.response.turns
@@ -224,7 +228,7 @@ def test_an_opening_becomes_part_of_the_prompt() -> None:
     played = play(rollouts)
     assert played[0].prompt_ids is None and played[1].prompt_ids == (*rollouts[1].prompt.token_ids, 5, 6)
     assert len(played[2].prompt_ids or ()) == len(rollouts[2].prompt.token_ids) + 8  # cut as any observation
-    assert played[1].of(rollouts[1], 0).prompt.token_ids == played[1].prompt_ids
+    assert played[1].of(rollouts[1]).prompt.token_ids == played[1].prompt_ids
     _afresh(rollouts, played)
     too_long = play(rollouts, max_prompt_length=9)
     assert "makes the prompt 10 tokens long, more than data.max_prompt_length = 9" in str(too_long[1].episode.error)

@@ -349,7 +349,7 @@ def test_a_run_goes_on_with_recorded_experts_to_the_same_bits(ranks: Ranks, tmp_
 def test_recorded_experts_of_responses_under_way_are_read_with_care(arrays: dict[str, Any], said: str) -> None:
     unrouted = empty_record(ARCHITECTURES["qwen3_moe"])
     assert unrouted is not None
-    first, second = (CarryOver(_config(4, 2, 4, 1), PROMPTS, unrouted) for _ in range(2))
+    first, second = (CarryOver(_config(4, 2, 4, 1), PROMPTS, unrouted=unrouted) for _ in range(2))
     first.next_batch(lambda: [0, 1], lambda asked, quota: Rollouts(items=tuple(asked)), 1)
     rollout, choices = first._under_way[0], np.arange(30, dtype=np.uint8).reshape(5, 2, 3) % 6
     response = rollout.response.drawn([1, 2, 3], [-1.0] * 3)

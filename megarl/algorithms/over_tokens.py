@@ -6,10 +6,13 @@ A rank has R of them; what it knows of them are vectors [R], as `Batch.trained` 
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from megarl.types import Batch
+from megarl.types.batch import reduced
 
 _SIGN = 1 << 31
 
@@ -21,7 +24,7 @@ def count(batch: Batch) -> int:
 
 def total(batch: Batch, x: Tensor) -> Tensor:
     """Add up [R] -> float64 scalar: first over each sequence, then over the sequences in their order."""
-    return _per_sequence(batch, x.double(), "sum").sum()
+    return _per_sequence(batch, x, "sum").sum()
 
 
 def mean(batch: Batch, x: Tensor) -> float:
@@ -31,9 +34,7 @@ def mean(batch: Batch, x: Tensor) -> float:
 
 def extremes(batch: Batch, x: Tensor) -> tuple[float, float]:
     """Find the least and the largest of [R]; there is one, at least."""
-    answered = batch.response_lengths > 0
-    least, largest = (_per_sequence(batch, x.double(), kind)[answered] for kind in ("amin", "amax"))
-    return float(least.min()), float(largest.max())
+    return float(_per_sequence(batch, x, "min").min()), float(_per_sequence(batch, x, "max").max())
 
 
 def variance(batch: Batch, x: Tensor, correction: int = 0) -> float:
@@ -46,27 +47,30 @@ def percentiles(batch: Batch, x: Tensor, percents: tuple[int, ...]) -> list[floa
 
     It counts them by the upper, then by the lower half of their bits, so that no rank has to see them all.
     """
-    bits = x.contiguous().view(torch.int32).long()
-    keys = torch.where(bits < 0, -1 - bits - _SIGN, bits) + _SIGN  # ascending as the numbers do, from 0
-    upper = _summed(batch, (keys >> 16).bincount(minlength=1 << 16)).cumsum(0)
+    upper = _histogram(batch, x, None).cumsum(0)
     picked = []
     for percent in percents:
         place = round((count(batch) - 1) * percent / 100)
         high = int((upper <= place).sum())
         place -= int(upper[high - 1]) if high else 0
-        lower = _summed(batch, (keys[keys >> 16 == high] & 0xFFFF).bincount(minlength=1 << 16)).cumsum(0)
+        lower = _histogram(batch, x, high).cumsum(0)
         picked.append((high << 16) + int((lower <= place).sum()) - _SIGN)
     signed = torch.tensor(picked)
     return torch.where(signed < 0, -1 - signed - _SIGN, signed).int().view(torch.float32).tolist()
 
 
-def _per_sequence(batch: Batch, x: Tensor, kind: str) -> Tensor:
-    """Reduce [R] over each sequence: [N]; 0 for those without trained tokens."""
-    sequences = batch.trained(batch.sequence_of_token)
-    return _summed(
-        batch, torch.zeros(len(batch), dtype=x.dtype).scatter_reduce_(0, sequences, x, kind, include_self=False)
-    )
+def _histogram(batch: Batch, x: Tensor, high: int | None) -> Tensor:
+    """Count the numbers of all ranks by the upper half of their bits or, of those with one upper half, by the lower."""
+    counts = torch.zeros(1 << 16, dtype=torch.int64)
+    for part in x.contiguous().view(torch.int32).split(1 << 20):
+        bits = part.long()
+        keys = torch.where(bits < 0, -1 - bits - _SIGN, bits) + _SIGN  # ascending as the numbers do, from 0
+        keys = keys >> 16 if high is None else keys[keys >> 16 == high] & 0xFFFF
+        counts += keys.bincount(minlength=1 << 16)
+    return counts if batch.owners is None else batch.owners.sum_(counts)
 
 
-def _summed(batch: Batch, values: Tensor) -> Tensor:
-    return values if batch.owners is None else batch.owners.sum_(values)
+def _per_sequence(batch: Batch, x: Tensor, kind: Literal["sum", "min", "max"]) -> Tensor:
+    """Reduce [R] over each sequence with trained tokens, of all ranks: float64."""
+    own = reduced(x, batch.own_response_lengths, kind, dtype=torch.float64)
+    return batch.of_all(own)[batch.response_lengths > 0]

@@ -1,10 +1,11 @@
-"""Stores large state of a run in a checkpoint: named arrays in a file, which one rank reads for all."""
+"""Stores large state of a run in a checkpoint: named arrays in files, one of each rank that has some of them."""
 
 from __future__ import annotations
 
 import os
+import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,26 +16,45 @@ from megarl.checkpoint.manifest import one_line
 from megarl.checkpoint.stored_objects import is_compressed
 from megarl.parallel.world import World
 
+_PART = re.compile(r".+\.[0-9]{5,}\.npz")
+
 Array = npt.NDArray[Any]
 
 
-def write_arrays(folder: str, name: str, arrays: Mapping[str, Array]) -> None:
-    """Write FOLDER/NAME.npz. Raises OSError."""
-    named: dict[str, Any] = dict(arrays)
-    with open(_file(folder, name), "wb") as f:
-        np.savez(f, **named)
-
-
-def read_arrays(folder: str, name: str, world: World) -> dict[str, Array]:
-    """Read FOLDER/NAME.npz on the first rank and send the arrays to the others; every rank calls it.
+def write_arrays(folder: str, name: str, arrays: Mapping[str, Array], rank: int) -> str:
+    """Write a rank's part, FOLDER/NAME.npz of the first and FOLDER/NAME.00012.npz of another; returns the file's name.
 
     Raises:
-        ValueError: on every rank, in one line, if the file cannot be read.
+        OSError: it cannot be written.
     """
+    named, file = dict[str, Any](arrays), _file(name, rank)
+    with open(os.path.join(folder, file), "wb") as f:
+        np.savez(f, **named)
+    return file
+
+
+def is_part(file: str) -> bool:
+    """Tell whether a file is a part that another rank than the first has written."""
+    return _PART.fullmatch(file) is not None
+
+
+def read_arrays(folder: str, name: str, world: World) -> Iterator[dict[str, Array]]:
+    """Read the parts on the first rank and send the arrays of each to the others; every rank calls it.
+
+    Raises:
+        ValueError: on every rank, in one line, if a file cannot be read.
+    """
+    others: list[str] = []
+    if world.rank == 0:
+        others = sorted(file for file in os.listdir(folder) if is_part(file) and file.startswith(f"{name}."))
+    for file in [_file(name, 0), *world.broadcast(others, "arrays of a checkpoint")]:
+        yield _read(os.path.join(folder, file), world)
+
+
+def _read(file: str, world: World) -> dict[str, Array]:
     arrays: dict[str, Array] = {}
     kinds: Any = None
     if world.rank == 0:
-        file = _file(folder, name)
         try:
             with zipfile.ZipFile(file) as archive:
                 if is_compressed(archive):
@@ -54,5 +74,5 @@ def read_arrays(folder: str, name: str, world: World) -> dict[str, Array]:
     return arrays
 
 
-def _file(folder: str, name: str) -> str:
-    return os.path.join(folder, f"{name}.npz")
+def _file(name: str, rank: int) -> str:
+    return f"{name}.{rank:05d}.npz" if rank else f"{name}.npz"

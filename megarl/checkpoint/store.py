@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megarl.checkpoint.arrays import Array, write_arrays
+from megarl.checkpoint.arrays import Array, is_part, write_arrays
 from megarl.checkpoint.bit_sums import total_of
 from megarl.checkpoint.folder import (
     STATE_FILE,
@@ -87,7 +87,7 @@ class Snapshot:
         position: the place in the run where it was taken.
         parts: tensors and objects; see `ShardedParts` for which of them are live.
         state: small state, which the first rank writes.
-        arrays: large state by name, which the first rank writes.
+        arrays: this rank's part of large state, by name.
         model_files: adds the model's files without weights to the folder that it is given, on the first rank.
         export: adds files that are made from those of all ranks, on the first rank; None adds none.
         keeps_parts: whether `parts` stay beside what `export` has made of them.
@@ -134,19 +134,18 @@ class Snapshot:
         """Write this rank's files, the parts into `place`, to the disk."""
         if place != self.partial:
             take(place)
+        own = [write_arrays(self.partial, name, arrays, self.parts.rank) for name, arrays in self.arrays.items()]
         if self.parts.rank == 0:
             write_state(self.partial, self.state)
-            for name, arrays in self.arrays.items():
-                write_arrays(self.partial, name, arrays)
             self.model_files(self.partial)
         with _without_warnings():
             results = self.parts.write(place)
         records = self.parts.records
         if self.parts.rank == 0:
             # all but the parts of other ranks
-            rest = [name for name in files_of(self.partial) if not name.endswith(DEFAULT_SUFFIX)]
-            records = records | record_files(self.partial, sorted(set(rest) - records.keys()), sync=True)
-        return Written(results=results, records=records)
+            rest = [name for name in files_of(self.partial) if not (name.endswith(DEFAULT_SUFFIX) or is_part(name))]
+            own = sorted(set(rest) - records.keys())
+        return Written(results=results, records=records | record_files(self.partial, own, sync=True))
 
     def _describe(self, written: Sequence[Written]) -> None:
         """Describe all parts, and list all files, of which some may still be on the nodes' own disks."""
@@ -235,7 +234,7 @@ def take_snapshot(
     Args:
         sharded: Megatron-Core sharded state dict of this rank.
         trainer_state: small JSON-able state, the same on every rank; the position is added.
-        arrays: large state by name, needed on the first rank only.
+        arrays: this rank's part of large state, by name; of a rank that has none the name is missing.
         rng: as `rng_state` gave it; default: the generators as they are now.
         model_files, export, keeps_parts, local_dir: see `Snapshot`; they may raise OSError.
         staging: takes a copy of all tensors, so that they may change before they are written.

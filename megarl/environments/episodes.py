@@ -12,9 +12,9 @@ from typing import Protocol
 from megarl.environments.broadcast import Broadcast
 from megarl.parallel.generation_groups import GenerationGroups
 from megarl.rollout.engine import Engine, Request
-from megarl.rollout.gathering import gather_responses
+from megarl.rollout.gathering import gather_responses, gathered
 from megarl.rollout.replicas import OnFinished, sample_seed, share_of
-from megarl.types import Completion, Episode, FinishReason, Rollout, SamplingParams, Tokens
+from megarl.types import Completion, Episode, FinishReason, Outline, Rollout, SamplingParams, Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,18 +43,24 @@ class Played:
     """
 
     prompt_ids: tuple[int, ...] | None = None
-    response: Tokens = field(default_factory=Tokens)
+    response: Tokens | Outline = field(default_factory=Tokens)
     finish_reason: FinishReason = "stop"
     reward: float | None = None
     episode: Episode
 
-    def of(self, rollout: Rollout, version: int) -> Rollout:
+    @property
+    def tokens(self) -> Tokens:
+        """Get the response, on a rank that has its tokens."""
+        assert isinstance(self.response, Tokens), "other ranks have the tokens of this response"
+        return self.response
+
+    def of(self, rollout: Rollout) -> Rollout:
         """Complete a rollout with this response."""
         prompt = rollout.prompt if self.prompt_ids is None else replace(rollout.prompt, token_ids=self.prompt_ids)
         return replace(
             rollout,
             prompt=prompt,
-            response=self.response.with_version(version),
+            response=self.response,
             finish_reason=self.finish_reason,
             reward=self.reward,
             episode=self.episode,
@@ -133,23 +139,41 @@ class Episodes:
         *,
         version: int,
         on_finished: OnFinished | None = None,
+        everywhere: bool = True,
     ) -> list[Rollout]:
-        """Finish the rollouts, on every rank. A rollout whose conversation began anew becomes several."""
+        """Finish the rollouts, on every rank. A rollout whose conversation began anew becomes several.
+
+        Args:
+            everywhere: every rank gets all tokens; else the first rank of a replica keeps those of its responses, and
+                the others get their outlines.
+        """
         mine = share_of(self._groups, rollouts)
         source = self._begin(mine, params) if self._broadcast.leads else None
         serve(engine, source, self._broadcast)
         played = {} if source is None else source.played
-        numbered = {(place, number): part for place, parts in played.items() for number, part in enumerate(parts)}
-        everywhere: dict[int, list[Played]] = {}
-        for (place, _), part in gather_responses(self._groups.world, numbered, "all episodes").items():
-            everywhere.setdefault(place, []).append(part)
+        own = {
+            (place, number): replace(part, response=part.tokens.with_version(version))
+            for place, parts in played.items()
+            for number, part in enumerate(parts)
+        }
+        parts_of: dict[int, list[Played]] = {}
+        for (place, _), part in self._told(own, everywhere).items():
+            parts_of.setdefault(place, []).append(part)
         results = []
         for place, rollout in enumerate(rollouts):
-            parts = [part.of(rollout, version) for part in everywhere[place]]
+            parts = [part.of(rollout) for part in parts_of[place]]
             results += parts
             if on_finished is not None and place in played:
                 on_finished(place, parts[-1])
         return results
+
+    def _told(self, own: Mapping[tuple[int, int], Played], everywhere: bool) -> Mapping[tuple[int, int], Played]:
+        """Gather the parts of all episodes."""
+        world, what = self._groups.world, "all episodes"
+        if everywhere:
+            return gather_responses(world, own, what)
+        outlines = {key: replace(part, response=part.tokens.outline(self._groups.replica)) for key, part in own.items()}
+        return {**gathered(world, outlines, what), **own}
 
     def close(self) -> None:
         """Give back what the sources took."""

@@ -50,7 +50,7 @@ def ppo(run: Run, stage: Stage | None = None) -> None:
     teacher = run.add("teacher", build_teacher(run)) if needs.teacher else None
     update, score, kl = PolicyUpdate(run, actor, needs), scorer(run), _kl_controller(run)
     sampler = run.add("sampler", prompt_sampler(run.inputs))
-    carry_over = run.add("carry_over", CarryOver.of(run.inputs)) if rollout.carry_over.enable else None
+    carry_over = run.add("carry_over", CarryOver.of(run.inputs, run.world.rank)) if rollout.carry_over.enable else None
     held_out = partial(evaluate, run, generation, score) if run.inputs.val_prompts else None
 
     for step in run.steps("rl", run.inputs.total_steps, before=0, validate=held_out):

@@ -153,8 +153,7 @@ class Generation:
     ) -> Rollouts:
         """Finish responses that wait or are under way; as `generate_rollouts`, only inside `phase`.
 
-        Episodes are played from their beginning to their end; one can become several rollouts of its group. Every rank
-        gets their tokens.
+        Episodes are played from their beginning to their end; one can become several rollouts of its group.
         """
 
         def finished(place: int, rollout: Rollout) -> None:
@@ -162,16 +161,13 @@ class Generation:
             if on_finished is not None:
                 on_finished(place, rollout)
 
-        holders: Holders | None = None
         with self._timers(Phase.GENERATE), self.speed.measured():
             if self._episodes is not None:
                 assert quota is None, "an episode cannot wait for other weights"
-                items = self._episodes.play(self.engine, rollouts, params, version=version, on_finished=on_finished)
+                items = self._episodes.play(
+                    self.engine, rollouts, params, version=version, on_finished=on_finished, everywhere=everywhere
+                )
             else:
-                if not everywhere:
-                    layout = self.groups.layout
-                    blocks = tuple(layout.replica_ranks(replica) for replica in range(layout.replicas))
-                    holders = Holders(blocks=blocks, ranks=self.groups.world)
                 items = generate_rollouts(
                     self.engine,
                     self.groups,
@@ -183,8 +179,17 @@ class Generation:
                     everywhere=everywhere,
                 )
         self.speed.count(rollouts, items)
+        holders = None if everywhere else self._holders
         temperature = params.temperature or 1.0
         return Rollouts(items=tuple(items), temperature=temperature, version=version, holders=holders)
+
+    @property
+    def _holders(self) -> Holders:
+        """Say which ranks of each replica keep the tokens of its responses: of episodes the first."""
+        layout = self.groups.layout
+        blocks = [layout.replica_ranks(replica) for replica in range(layout.replicas)]
+        first = 1 if self._episodes is not None else layout.tp
+        return Holders(blocks=tuple(block[:first] for block in blocks), ranks=self.groups.world)
 
     def close(self, *, engine: bool = True) -> None:
         """End the episodes, and give the engine's memory and process groups back.

@@ -153,6 +153,14 @@ class World:
             )
         return list(received.split(sizes))
 
+    def exchange_bytes(self, parts: list[bytes], what: str) -> list[bytes]:
+        """Send bytes to each rank, and receive some from each, in rank order."""
+        sizes = self.exchange([torch.tensor([len(part)]) for part in parts], [1] * self.size, what)
+        sent = [
+            torch.frombuffer(bytearray(part), dtype=torch.uint8) if part else torch.empty(0).byte() for part in parts
+        ]
+        return [bytes(part.numpy()) for part in self.exchange(sent, [int(size) for size in sizes], what)]
+
     def maximum(self, value: int, what: str = "an exchange") -> int:
         """Find the largest value of any rank."""
         most = torch.tensor(value, dtype=torch.int64)

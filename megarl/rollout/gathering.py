@@ -14,8 +14,14 @@ from megarl.parallel.world import World
 from megarl.types import Tokens
 
 Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
 Responded = TypeVar("Responded", bound=Any)
 """A frozen dataclass with a `response`, which is `Tokens`."""
+
+
+def gathered(world: World, mine: Mapping[Key, Value], what: str) -> dict[Key, Value]:
+    """Gather small things that each rank has, by keys that no other rank has, in rank order."""
+    return {key: value for part in world.all_gather(mine, what) for key, value in part.items()}
 
 
 def gather_responses(world: World, mine: Mapping[Key, Responded], what: str) -> dict[Key, Responded]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megarl.parallel.generation_groups import GenerationGroups
 from megarl.rollout.engine import Engine, Request
-from megarl.rollout.gathering import gather_responses
-from megarl.types import Completion, FinishReason, Outline, Prompt, Rollout, SamplingParams
+from megarl.rollout.gathering import gather_responses, gathered
+from megarl.types import Completion, Outline, Prompt, Rollout, SamplingParams, Tokens
 
 OnFinished = Callable[[int, Rollout], None]
 """(place among the rollouts, a finished response), called by the first rank of the replica that finished it."""
@@ -83,6 +84,8 @@ def generate_rollouts(
         on_finished: is told of each response as soon as it is finished.
         quota: where to stop; what is not finished then stays under way.
     """
+    if not everywhere:
+        rollouts = brought(groups, rollouts)
     mine = share_of(groups, rollouts)
     share = None if quota is None else _Share(mine, quota.share(groups.replica, groups.layout.replicas), quota.required)
     completions: dict[int, Completion] = {}
@@ -93,13 +96,37 @@ def generate_rollouts(
     if everywhere:
         everyone = gather_responses(groups.world, completions if groups.tp_rank == 0 else {}, "all completions")
         return [_continued(r, everyone[i], version) if i in everyone else r for i, r in enumerate(rollouts)]
-    own = {i: _continued(mine[i], completion, version) for i, completion in completions.items()}
+    own = {i: _continued(mine[i], completion, version) for i, completion in completions.items() if completion.response}
     outlines = {i: (r.tokens.outline(groups.replica), r.finish_reason) for i, r in own.items()}
-    told: dict[int, tuple[Outline, FinishReason | None]] = {}
-    for of_rank in groups.world.all_gather(outlines if groups.tp_rank == 0 else {}, "what all replicas generated"):
-        told |= of_rank
+    told = gathered(groups.world, outlines if groups.tp_rank == 0 else {}, "what all replicas generated")
     others = {i: replace(rollouts[i], response=told[i][0], finish_reason=told[i][1]) for i in told.keys() - own.keys()}
     return [own.get(i) or others.get(i) or rollout for i, rollout in enumerate(rollouts)]
+
+
+def brought(groups: GenerationGroups, rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """Bring the tokens of unfinished responses from the replicas that have them to those that go on with them."""
+    replica_of = replicas_of_groups(rollouts, groups.layout.replicas)
+    moves: dict[int, tuple[int, int]] = {}  # place -> replica that has its tokens, and one that wants them
+    for i, rollout in enumerate(rollouts):
+        response, wanted = rollout.response, replica_of[rollout.group]
+        had = response.holder if isinstance(response, Outline) else groups.replica
+        if rollout.finish_reason is None and len(response) and had != wanted:
+            moves[i] = had, wanted
+    if not moves:
+        return list(rollouts)
+    parts = [b""] * groups.world.size
+    for replica in {wanted for had, wanted in moves.values() if had == groups.replica}:
+        sent = {i: rollouts[i].tokens for i, move in moves.items() if move == (groups.replica, replica)}
+        parts[groups.layout.replica_ranks(replica)[groups.tp_rank]] = pickle.dumps(sent)
+    arrived: dict[int, Tokens] = {}
+    for part in groups.world.exchange_bytes(parts, "responses that another replica goes on with"):
+        arrived |= pickle.loads(part) if part else {}
+    result = list(rollouts)
+    for i, (_, wanted) in moves.items():
+        before = rollouts[i].response
+        outline = before if isinstance(before, Outline) else before.outline(wanted)
+        result[i] = replace(rollouts[i], response=arrived.get(i) or replace(outline, holder=wanted))
+    return result
 
 
 def share_of(groups: GenerationGroups, rollouts: Sequence[Rollout]) -> dict[int, Rollout]:

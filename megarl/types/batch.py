@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -146,8 +146,14 @@ class Batch(SequenceTable, TokenShard):
 
     def sum_per_sequence(self, per_token: Tensor) -> Tensor:
         """Sum over the tokens of each sequence: [T] -> [N], the same on every rank; every rank calls it."""
-        out = torch.zeros(len(self), dtype=per_token.dtype).index_add_(0, self.sequence_of_token, per_token)
-        return out if self.owners is None else self.owners.sum_(out)
+        dtype = torch.float32 if per_token.dtype == torch.float32 else torch.float64
+        sums = reduced(per_token, self.lengths[self.own], "sum", dtype=dtype)
+        return self.of_all(sums.to(per_token.dtype))
+
+    def of_all(self, own: Tensor) -> Tensor:
+        """Gather what was computed of each sequence whose tokens this rank has: [M] -> [N]; every rank calls it."""
+        every = torch.zeros(len(self), dtype=own.dtype).index_copy_(0, self.own, own)
+        return every if self.owners is None else self.owners.sum_(every)
 
     def spread(self, per_sequence: Tensor) -> Tensor:
         """Copy each sequence's value to all of its tokens: [N] -> [T]."""
@@ -237,6 +243,25 @@ class Batch(SequenceTable, TokenShard):
         of_sequences = {f.name for f in fields(SequenceTable)} | self.sequence_columns.keys()
         by_token = {name: column for name, column in filled.items() if name not in of_sequences}
         return by_token, {name: column for name, column in filled.items() if name in of_sequences}
+
+
+def reduced(x: Tensor, lengths: Tensor, kind: Literal["sum", "min", "max"], *, dtype: torch.dtype) -> Tensor:
+    """Reduce values over sequences of these lengths, one after the other: [T] -> [M].
+
+    Sums are 0 where there is nothing; least and largest are then infinite.
+
+    Args:
+        dtype: float32 or float64, in which it computes.
+    """
+    parts, counts = [torch.empty(0, dtype=dtype)], lengths.split(max(1, _AT_ONCE * len(lengths) // max(1, len(x))))
+    for part, of_part in zip(x.split([int(of_part.sum()) for of_part in counts]), counts, strict=True):
+        if len(of_part):
+            parts.append(torch.segment_reduce(part.to(dtype), kind, lengths=of_part, unsafe=True))
+    return torch.cat(parts)
+
+
+_AT_ONCE = 1 << 22
+"""Values that are converted at once, about."""
 
 
 def batch_of(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], groups: Sequence[int]) -> Batch:

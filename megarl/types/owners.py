@@ -49,7 +49,7 @@ class Owners:
     @cached_property
     def block(self) -> int:
         """Find this rank's block; -1: it is in none."""
-        return next((i for i, block in enumerate(self.blocks) if self.ranks.rank in block), -1)
+        return _block_of(self.ranks.rank, self.blocks)
 
     @cached_property
     def own(self) -> Tensor:
@@ -84,20 +84,13 @@ class Holders:
 
     def owners(self, holders: Iterable[int | None]) -> Owners:
         """Say who has the tokens of sequences, by the block that holds each; None: this rank's."""
-        own = next(i for i, block in enumerate(self.blocks) if self.ranks.rank in block)
+        own = _block_of(self.ranks.rank, self.blocks)
         block_of = torch.tensor([own if holder is None else holder for holder in holders], dtype=torch.int64)
         return Owners(block_of=block_of, blocks=self.blocks, ranks=self.ranks)
 
 
-def tokens_of(sequences: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
-    """Place the tokens of some sequences, one after the other: int64.
-
-    Args:
-        starts, lengths: int64 [N], of all sequences.
-    """
-    counts = lengths[sequences]
-    ends = counts.cumsum(0)
-    return torch.repeat_interleave(starts[sequences] - (ends - counts), counts) + torch.arange(int(counts.sum()))
+def _block_of(rank: int, blocks: Blocks) -> int:
+    return next((i for i, block in enumerate(blocks) if rank in block), -1)
 
 
 def starts_of(sequences: Tensor, lengths: Tensor) -> Tensor:
@@ -109,7 +102,8 @@ def starts_of(sequences: Tensor, lengths: Tensor) -> Tensor:
 def moved(columns: Mapping[str, Tensor], lengths: Tensor, had: Owners, wanted: Owners) -> dict[str, Tensor]:
     """Send columns of tokens to the ranks that want them; every rank calls it.
 
-    The ranks of a block take turns in sending, and what a rank has already it takes from itself.
+    The ranks of a block take turns in sending, and what a rank has already it takes from itself. Columns go one after
+    the other, and of each some sequences at a time, so that little is under way at once.
 
     Args:
         columns: of the tokens that this rank has, sequence after sequence, in ascending order: [T, ...] each; the same
@@ -119,33 +113,53 @@ def moved(columns: Mapping[str, Tensor], lengths: Tensor, had: Owners, wanted: O
     Returns:
         the columns of the tokens that it wants, in the same order.
     """
-    rank, starts = had.ranks.rank, starts_of(had.own, lengths)
-    given = [torch.empty(0).long()] * had.ranks.size  # the tokens that each rank gets of this one
+    assert bool((had.block_of[wanted.own] >= 0).all()), "no rank has some of the tokens"
+    count, of_block = int(lengths[wanted.own].sum()), int(lengths.sum()) // len(wanted.blocks)
+    received = {}
+    for name, column in columns.items():
+        received[name] = column.new_empty(count, *column.shape[1:])
+        rounds = 1 + of_block * _bytes_of_token(column) // _AT_ONCE  # the same on every rank
+        for some in torch.arange(len(lengths)).chunk(rounds):
+            _move(column, received[name], lengths, had, wanted, some)
+    return received
+
+
+_AT_ONCE = 32 * 2**20
+"""Bytes of a column that a block gets in one exchange, about."""
+
+
+def _move(column: Tensor, received: Tensor, lengths: Tensor, had: Owners, wanted: Owners, some: Tensor) -> None:
+    """Send the tokens of some neighbouring sequences into their places among those that are `received`."""
+    rank, each = had.ranks.rank, _bytes_of_token(column)
+    parts, sizes = [torch.empty(0, dtype=torch.uint8)] * had.ranks.size, [0] * had.ranks.size
     if had.block >= 0:
+        own, starts = some[had.block_of[some] == had.block], starts_of(had.own, lengths)
         for taker, place, block in wanted.members():
             if _giver(taker, place, had, had.block) == rank:
-                sequences = had.own[wanted.block_of[had.own] == block]
-                given[taker] = tokens_of(sequences, starts, lengths)
-    counts, arriving = [0] * had.ranks.size, [torch.empty(0).long()]
+                sent = own[wanted.block_of[own] == block]
+                spans = zip(starts[sent].tolist(), lengths[sent].tolist(), strict=True)
+                parts[taker] = (
+                    torch.cat([column[:0], *(column[a : a + n] for a, n in spans)]).flatten().view(torch.uint8)
+                )
+    given: dict[int, Tensor] = {}
     if wanted.block >= 0:
-        place, had_by = wanted.blocks[wanted.block].index(rank), had.block_of[wanted.own]
-        givers = {_giver(rank, place, had, block): block for block in had_by.unique().tolist() if block >= 0}
-        for giver, block in sorted(givers.items()):
-            arriving.append(wanted.own[had_by == block])
-            counts[giver] = int(lengths[arriving[-1]].sum())
-    sequences = torch.cat(arriving)
-    assert len(sequences) == len(wanted.own), "no rank has some of the tokens"
-    order = tokens_of(wanted.own, starts_of(sequences, lengths), lengths)
-    received = {}
-    for name, column in columns.items():  # one after the other: a column is large
-        each = column.element_size() * math.prod(column.shape[1:])
-        parts = [column[tokens].flatten().view(torch.uint8) for tokens in given]
-        whole = torch.cat(had.ranks.exchange(parts, [n * each for n in counts], "tokens of other ranks"))
-        received[name] = whole.view(column.dtype).view(-1, *column.shape[1:])[order]
-    return received
+        own, place = some[wanted.block_of[some] == wanted.block], wanted.blocks[wanted.block].index(rank)
+        given = {_giver(rank, place, had, block): own[had.block_of[own] == block] for block in range(len(had.blocks))}
+    for giver, sequences in given.items():
+        sizes[giver] = int(lengths[sequences].sum()) * each
+    arrived = had.ranks.exchange(parts, sizes, "tokens of other ranks")
+    places = starts_of(wanted.own, lengths)
+    for giver, sequences in given.items():
+        pieces = arrived[giver].view(column.dtype).view(-1, *column.shape[1:]).split(lengths[sequences].tolist())
+        for at, piece in zip(places[sequences].tolist(), pieces, strict=True):
+            received[at : at + len(piece)] = piece
 
 
 def _giver(taker: int, place: int, had: Owners, block: int) -> int:
     """Choose the rank of a block that gives its tokens to the rank at some place of another block."""
     ranks = had.blocks[block]
     return taker if taker in ranks else ranks[place % len(ranks)]
+
+
+def _bytes_of_token(column: Tensor) -> int:
+    return column.element_size() * math.prod(column.shape[1:])

@@ -76,10 +76,19 @@ class Tokens:
             holder=holder,
             length=len(self),
             digest=self.digest,
+            digest_of_last_turn=self.last_turn.digest,
             observed_count=self.observed_count,
             versions=self.versions,
             routed=None if self.routed is None else replace(self.routed, data=b""),
         )
+
+    @property
+    def last_turn(self) -> Tokens:
+        """Cut off all but the last turn, if that is the policy's; else everything."""
+        if self.sampled is None:
+            return Tokens(ids=self.ids, logp=self.logp)
+        began = self.sampled.rfind(b"\x00") + 1
+        return Tokens(ids=self.ids[began:], logp=self.logp[began:])
 
     @property
     def turns(self) -> list[tuple[bool, array[int]]]:
@@ -96,16 +105,22 @@ class Outline:
     Attributes:
         holder: the replica whose ranks have them.
         length: how many there are.
-        digest, observed_count, versions: see `Tokens`.
+        digest, digest_of_last_turn, observed_count, versions: see `Tokens`.
         routed: in which form experts were recorded, without any; None: they were not.
     """
 
     holder: int
     length: int
     digest: int
+    digest_of_last_turn: int
     observed_count: int
     versions: tuple[tuple[int, int], ...]
     routed: RoutedExperts | None = None
 
     def __len__(self) -> int:
         return self.length
+
+    @property
+    def last_turn(self) -> Outline:
+        """Tell of the last turn; its length and versions are not known."""
+        return replace(self, digest=self.digest_of_last_turn)

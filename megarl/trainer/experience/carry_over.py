@@ -22,10 +22,10 @@ from megarl.rollout.expert_record import empty_record
 from megarl.rollout.replicas import Quota, begin_rollouts, replicas_of_groups
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.layouts import generation_layout
-from megarl.types import FinishReason, Prompt, Rollout, Rollouts, RoutedExperts, Tokens
+from megarl.types import FinishReason, Outline, Prompt, Rollout, Rollouts, RoutedExperts, Tokens
 
 _FINISHES: tuple[FinishReason | None, ...] = (None, *get_args(FinishReason))
-_OF_EACH = ("prompt", "prompt_digest", "group", "sample", "seed", "finish_reason", "length", "span_count")
+_OF_EACH = ("order", "prompt", "prompt_digest", "group", "sample", "seed", "finish_reason", "length", "span_count")
 _ARRAYS: dict[str, tuple[Any, tuple[int, ...]]] = {
     **dict.fromkeys(_OF_EACH, (np.int64, ())),
     **{"spans": (np.int64, (2,)), "token_ids": (np.int32, ()), "logp": (np.float32, ())},
@@ -45,26 +45,34 @@ class CarryOver:
     finish, the oldest first. None is trained on whose first token is by more than `max_staleness` versions older than
     the newest weights: generation waits for it before.
 
+    The ranks of the replica that went on with a response last have its tokens, the others its outline.
+
     Args:
         prompts: that the sampler draws from, by place.
+        rank: this process's.
         unrouted: the record of a sequence whose experts are not recorded yet; None: they are not.
     """
 
-    def __init__(self, config: Config, prompts: Sequence[Prompt], unrouted: RoutedExperts | None = None) -> None:
+    def __init__(
+        self, config: Config, prompts: Sequence[Prompt], rank: int = 0, unrouted: RoutedExperts | None = None
+    ) -> None:
         rollout = config.actor_rollout_ref.rollout
         self._batch_size, self._at_a_time = config.data.train_batch_size, config.groups_under_way
         self._n, self._seed, self._max_staleness = rollout.n, config.data.seed, rollout.carry_over.max_staleness
-        self._replicas, self._prompts = generation_layout(config).replicas, prompts
+        layout = generation_layout(config)
+        self._replicas, self._at, self._prompts = layout.replicas, layout.coords(rank), prompts
         self._unrouted = unrouted
         self._next_group = 0
         self._places: dict[int, int] = {}  # of each group's prompt
         self._under_way: list[Rollout] = []
+        self._in_order: list[tuple[int, Rollout]] = []  # of those that are being loaded
 
     @staticmethod
-    def of(inputs: Inputs) -> CarryOver:
-        """Make that of a run."""
+    def of(inputs: Inputs, rank: int) -> CarryOver:
+        """Make that of a rank of a run."""
         recorded = inputs.config.actor_rollout_ref.rollout.enable_rollout_routing_replay
-        return CarryOver(inputs.config, inputs.train_prompts, empty_record(inputs.arch) if recorded else None)
+        unrouted = empty_record(inputs.arch) if recorded else None
+        return CarryOver(inputs.config, inputs.train_prompts, rank, unrouted)
 
     def next_batch(self, draw: Callable[[], Sequence[int]], go_on: GoOn, version: int) -> Rollouts:
         """Return the responses to train on; the same on every rank.
@@ -114,13 +122,21 @@ class CarryOver:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken; the groups under way come with `load_arrays`."""
         self._next_group, self._places, self._under_way = state["next_group"], {}, []
+        self._in_order = []
 
     def arrays(self) -> dict[str, Array]:
-        """Return the groups under way: numbers of each of R responses, [R] int64, and one after another their tokens
-        and the spans of the versions that drew them."""
-        under_way = self._under_way
+        """Return the responses under way whose tokens this rank is the first to have; nothing: it never is.
+
+        They are numbers of each of R responses, [R] int64, and one after another their tokens and the spans of the
+        versions that drew them.
+        """
+        if self._at.tp:
+            return {}
+        own = [(i, rollout) for i, rollout in enumerate(self._under_way) if self._saves(rollout)]
+        under_way = [rollout for _, rollout in own]
         spans = [span for rollout in under_way for span in rollout.response.versions]
         return {
+            "order": _numbers(i for i, _ in own),
             "prompt": _numbers(self._places[rollout.group] for rollout in under_way),
             "prompt_digest": _numbers(_digest(rollout.prompt) for rollout in under_way),
             "group": _numbers(rollout.group for rollout in under_way),
@@ -132,14 +148,20 @@ class CarryOver:
             "spans": np.array(spans, np.int64).reshape(-1, 2),
             "token_ids": _joined((rollout.tokens.ids for rollout in under_way), np.int32),
             "logp": _joined((rollout.tokens.logp for rollout in under_way), np.float32),
-            **self._routing(),
+            **self._routing(under_way),
         }
 
-    def _routing(self) -> dict[str, Array]:
+    def _saves(self, rollout: Rollout) -> bool:
+        """Tell whether this rank saves a response, if it is its replica's first: one not begun is every replica's."""
+        if not len(rollout.response):
+            return self._at.replica == 0
+        return isinstance(rollout.response, Tokens)
+
+    def _routing(self, under_way: Sequence[Rollout]) -> dict[str, Array]:
         """Return the recorded experts: of how many tokens of each response, [R] int64, and one after another which."""
         if (empty := self._unrouted) is None:
             return {}
-        records = [rollout.tokens.routed or empty for rollout in self._under_way]
+        records = [rollout.tokens.routed or empty for rollout in under_way]
         choices = [record.choices for record in (empty, *records)]
         return {"routed_tokens": _numbers(len(record) for record in records), "routed_experts": np.concatenate(choices)}
 
@@ -162,11 +184,14 @@ class CarryOver:
         return [empty.followed_by(part) for part in np.split(experts, np.cumsum(counts)[:-1])] if len(counts) else []
 
     def load_arrays(self, arrays: Mapping[str, Array]) -> None:
-        """Go on with these groups. A group whose prompt is not there any more is left out.
+        """Go on with these responses, and with those that other calls bring. A group whose prompt is not there any more
+        is left out.
 
         Raises:
             ValueError: an array is missing, or they do not belong together.
         """
+        if "prompt" in arrays and "order" not in arrays:  # one file had all, in their order
+            arrays = {**arrays, "order": np.arange(len(arrays["prompt"]))}
         if missing := _ARRAYS.keys() - arrays.keys():
             raise ValueError(f"the responses under way lack {', '.join(sorted(missing))}")
         for name, (kind, shape) in _ARRAYS.items():
@@ -193,21 +218,28 @@ class CarryOver:
                 raise ValueError("the responses under way have fewer tokens than experts were recorded of")
             self._places[row["group"]] = place
             versions = arrays["spans"][span_end - row["span_count"] : span_end].tolist()
-            self._under_way.append(
-                Rollout(
-                    prompt=prompt,
-                    group=row["group"],
-                    sample=row["sample"],
-                    seed=row["seed"],
-                    response=Tokens(
-                        ids=array("i", arrays["token_ids"][tokens_of_row].tobytes()),
-                        logp=array("f", arrays["logp"][tokens_of_row].tobytes()),
-                        versions=tuple((version, count) for version, count in versions),
-                        routed=record,
-                    ),
-                    finish_reason=_FINISHES[row["finish_reason"]],
-                )
+            tokens_read = Tokens(
+                ids=array("i", arrays["token_ids"][tokens_of_row].tobytes()),
+                logp=array("f", arrays["logp"][tokens_of_row].tobytes()),
+                versions=tuple((version, count) for version, count in versions),
+                routed=record,
             )
+            rollout = Rollout(
+                prompt=prompt,
+                group=row["group"],
+                sample=row["sample"],
+                seed=row["seed"],
+                response=self._held(tokens_read, row["group"]),
+                finish_reason=_FINISHES[row["finish_reason"]],
+            )
+            self._in_order.append((row["order"], rollout))
+        self._in_order.sort(key=lambda placed: placed[0])
+        self._under_way = [rollout for _, rollout in self._in_order]
+
+    def _held(self, response: Tokens, group: int) -> Tokens | Outline:
+        """Keep the tokens on the ranks of one replica, whichever had them when they were saved."""
+        holder = group % self._replicas
+        return response if not len(response) or holder == self._at.replica else response.outline(holder)
 
     def _begin(self, places: Sequence[int], version: int, draw: int) -> None:
         prompts, first = [self._prompts[place] for place in places], self._next_group

@@ -42,8 +42,7 @@ def collect(
     Args:
         greedy: generate and score a greedy response to each prompt too.
         carry_over: the responses that outlive a step, if any do.
-        everywhere: every rank gets all tokens; else those of a replica's responses stay with its ranks, unless
-            responses outlive a step, or are episodes.
+        everywhere: every rank gets all tokens; else those of a replica's responses stay with its ranks.
     """
     inputs, config, step = run.inputs, run.config, run.position.step
     seed, n, sampling = config.data.seed, config.actor_rollout_ref.rollout.n, inputs.sampling(validation=False)
@@ -58,11 +57,13 @@ def collect(
             round_=step,
             draw=number,
             on_finished=run.on_finished,
-            everywhere=everywhere,
+            everywhere=False,
         )
 
     def go_on(begun: Sequence[Rollout], quota: Quota) -> Rollouts:
-        return generation.go_on(begun, sampling, version=step, quota=quota, on_finished=run.on_finished)
+        return generation.go_on(
+            begun, sampling, version=step, quota=quota, on_finished=run.on_finished, everywhere=False
+        )
 
     best_guess = None
     with generation.phase(verify=run.checks_agreement):
@@ -75,7 +76,7 @@ def collect(
             rollouts = draw(0)
         if greedy:
             best = replace(sampling, temperature=0.0, top_p=1.0, top_k=-1, routed_experts=False)
-            best_guess = generation.rollouts(rollouts.prompts, 1, best, seed=seed, round_=step, everywhere=everywhere)
+            best_guess = generation.rollouts(rollouts.prompts, 1, best, seed=seed, round_=step, everywhere=False)
     with run.phase(Phase.REWARD):
         if not config.algorithm.filter_groups.enable:
             rollouts = drawn = score(rollouts)
@@ -87,7 +88,8 @@ def collect(
             run.score_metrics()  # what is logged is of the samples
     _show(run, rollouts, drawn)
     run.log("reward", details)
-    return _batch(run, rollouts, best_guess)
+    batch = _batch(run, rollouts, best_guess)
+    return batch.everywhere() if everywhere else batch
 
 
 def comparable(rollouts: Rollouts, best_guess: Rollouts) -> Rollouts:

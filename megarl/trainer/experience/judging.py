@@ -16,6 +16,7 @@ from megarl.parallel.world import World
 from megarl.rewards.parts import Part, functions_of
 from megarl.rewards.results import RewardError
 from megarl.roles.frozen import Judge
+from megarl.rollout.gathering import gathered
 from megarl.trainer.build import build_judge
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.other_models import own_tokenizer
@@ -115,9 +116,7 @@ def encoded_anew(rollouts: Rollouts, inputs: Inputs, world: World, tokenizer: To
             mine[i] = conversation_ids(prompt, response, source, tokenizer, ended=ended, tools=tools)
         else:
             mine[i] = [*tokenizer.encode(f"{prompt}{response}"), *[tokenizer.eos_id] * ended]
-    texts: dict[int, list[int]] = {}
-    for of_rank in world.all_gather(mine, "the texts for the reward model"):
-        texts |= of_rank
+    texts = gathered(world, mine, "the texts for the reward model")
     return batch_of([texts[i] for i in range(len(rollouts))], [()] * len(texts), range(len(texts)))
 
 
@@ -125,8 +124,8 @@ def _shared_out(rollouts: Rollouts, world: World) -> Sequence[int]:
     """Choose the rollouts whose texts this rank encodes, among those that it has the tokens of."""
     if rollouts.holders is None:
         return range(world.rank, len(rollouts), world.size)
-    block = next(block for block in rollouts.holders.blocks if world.rank in block)
     here = [i for i, rollout in enumerate(rollouts) if isinstance(rollout.response, Tokens)]
+    block = next((block for block in rollouts.holders.blocks if world.rank in block), (world.rank,))
     return here[block.index(world.rank) :: len(block)]
 
 

@@ -72,18 +72,22 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class HasArrays(Protocol):
-    """A `Stateful` with more state than fits in JSON, the same on every rank."""
+    """A `Stateful` with more state than fits in JSON, of which a rank may have a part."""
 
     def keep(self) -> HasArrays:
         """Copy it for a save that may come later; `arrays` of the copy are made then."""
         ...
 
     def arrays(self) -> dict[str, Array]:
-        """Take the large state, by name."""
+        """Take this rank's part, by name; nothing on a rank that has none. The first rank has one."""
         ...
 
     def load_arrays(self, arrays: Mapping[str, Array]) -> None:
-        """Go on where `arrays` were taken. Raises ValueError, in one line, if they do not fit."""
+        """Go on where the arrays of some rank were taken; called with those of every rank, after `load_state`.
+
+        Raises:
+            ValueError: they do not fit; in one line.
+        """
         ...
 
 
@@ -190,14 +194,14 @@ class Checkpointing:
             raise RunStopped(f"not saved: {e}; the last checkpoint is {self.latest or 'none'}") from e
         if problem := self._world.broadcast(self._report.folder_problem(), "a look at the run's folder"):
             raise RunStopped(f"step {position.step} is not saved: {problem}")
-        large = kept.large if self._world.rank == 0 else {}
+        large = {name: joined.arrays() for name, joined in kept.large.items()}
         try:
             snapshot = take_snapshot(
                 self._config.trainer.run_dir,
                 position,
                 sharded,
                 self._small_state(kept, row, validation),
-                arrays={name: joined.arrays() for name, joined in large.items()},
+                arrays={name: arrays for name, arrays in large.items() if arrays},
                 rng=kept.rng,
                 model_files=self._write_model_files,
                 export=self._export if self._config.checkpoint.exports else None,
@@ -334,7 +338,8 @@ class Checkpointing:
                 if state.get(name) is not None:
                     joined.load_state(state[name])
                     if isinstance(joined, HasArrays):
-                        joined.load_arrays(read_arrays(folder, name, self._world))
+                        for arrays in read_arrays(folder, name, self._world):
+                            joined.load_arrays(arrays)
         except ValueError as e:
             raise RunRefused(f"checkpoint '{folder}': {e}") from e
 

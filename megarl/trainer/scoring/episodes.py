@@ -14,7 +14,7 @@ from megarl.parallel.generation_groups import GenerationGroups
 from megarl.rewards.results import RewardError
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.scoring.scorer import Score
-from megarl.types import Rollout, Rollouts, SamplingParams, Tokens
+from megarl.types import Rollout, Rollouts, SamplingParams
 
 
 def build_episodes(inputs: Inputs, groups: GenerationGroups) -> Episodes | None:
@@ -96,6 +96,4 @@ def _itself(rollout: Rollout) -> Rollout:
 
 def _last_turn(rollout: Rollout) -> Rollout:
     """Return the rollout with its last turn of the policy as its response."""
-    response = rollout.tokens
-    drawn, ids = response.turns[-1] if response else (False, response.ids)
-    return replace(rollout, response=Tokens(ids=ids, logp=response.logp[-len(ids) :]) if drawn else Tokens())
+    return replace(rollout, response=rollout.response.last_turn)
