@@ -10,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
+import random
 import signal
 import socket
 import sys
@@ -18,6 +19,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -82,11 +84,12 @@ def _launched(fn: Callable[..., Any], rank: int, world: int, port: int, args: tu
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port
+    """A port of this machine that nobody listens on, below those that connections get: one of these could take it."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)  # tests seed the other one
+        with suppress(OSError), socket.socket() as free:
+            free.bind(("127.0.0.1", port))
+            return port
 
 
 class Ranks:

@@ -34,8 +34,8 @@ def step() -> Drawing:
         d.text(x + width / 2, 80, below, size=12, faint=True)
         x += width + 12
     d.arrow([(385, 200), (450, 200), (450, 106)])
-    d.text(460, 160, "token ids, scores: on every rank,", anchor="start", size=12)
-    d.text(460, 176, "33 MB per million", anchor="start", size=12)
+    d.text(460, 160, "tokens go once to the ranks that", anchor="start", size=12)
+    d.text(460, 176, "train on them, scores to all", anchor="start", size=12)
     d.box(170, 30, 100, 70, VIOLET)
     d.text(220, 60, "weights")
     d.text(220, 80, "of the policy", size=12, faint=True)

@@ -4,7 +4,7 @@ RUN/checkpoints/warmup_step_100/         of the loop "warmup", which comes befor
 RUN/checkpoints/global_step_20/          of the loop "rl"; a folder gets its name when everything in it is written
     trainer.json                         loop, step, sampler position, identity of the run, number of ranks
     config.json, tokenizer.json, ...     the model's Hugging Face files without the weights
-    carry_over.npz                       with rollout.carry_over: the responses under way
+    carry_over.npz, carry_over.*.npz     with rollout.carry_over: the responses under way, of each replica
     huggingface/                         with hf_model in checkpoint.save_contents: the actor as a Hugging Face folder
     ...                                  Megatron-Core's distributed checkpoint
     manifest.json                        size and checksum of every other file
