@@ -203,6 +203,10 @@ def test_switches() -> None:
     per_token = 2 * 4096 + 5120 + 21_504
     recomputed = update(model__enable_gradient_checkpointing=True)
     assert recomputed["activations"] == 2 * 8192 * (2 * 16 * 2048 + per_token)
+    offloaded = {"model__enable_gradient_checkpointing": True, "model__enable_activation_offload": True}
+    assert update(**offloaded)["activations"] == 2 * 8192 * (2048 + per_token)
+    with_inputs, without = (host_bytes(job(**changes), 0) for changes in (offloaded, {}))
+    assert with_inputs - without == 2 * 8192 * 2 * 16 * 2048
     assert update(actor__megatron__transformer_engine="none") == update()
     assert update(model__dtype="float32")["optimizer state"] == 8 * FIRST_STAGE // 2
     assert update(actor__megatron__use_distributed_optimizer=False)["optimizer state"] == 12 * FIRST_STAGE

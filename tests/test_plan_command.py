@@ -218,6 +218,11 @@ def test_the_longest_sequence_and_what_makes_it_longer(llama: str, capsys: pytes
     assert others[over_two] == pytest.approx(2 * tokens, rel=0.02)
     for key, more in others.items():
         assert planned(f"actor_rollout_ref.{key}")[0] == more  # what is promised is what the key gives
+    small = (f"actor_rollout_ref.{recomputed}", "data.max_response_length=1024", "--gpu-memory", "64GB")
+    offloaded = "model.enable_activation_offload=true"
+    tokens, others = planned(*small)
+    assert others.keys() == {offloaded, over_two} and others[offloaded] > 1.2 * tokens
+    assert planned(*small, f"actor_rollout_ref.{offloaded}")[0] == others[offloaded]
 
 
 def test_a_model_that_does_not_fit(llama: str, capsys: pytest.CaptureFixture[str]) -> None:

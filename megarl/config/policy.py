@@ -25,6 +25,11 @@ class ModelConfig(ModelFiles):
     )
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="data type of weights and activations")
     enable_gradient_checkpointing: bool = Field(False, description="recompute every layer's activations in backward")
+    enable_activation_offload: bool = Field(
+        False,
+        description="what enable_gradient_checkpointing keeps, each layer's input, waits in host memory until the "
+        "backward pass",
+    )
     use_remove_padding: bool = Field(True, description="pack sequences instead of padding them")
 
 

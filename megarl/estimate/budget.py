@@ -21,6 +21,7 @@ from megarl.estimate.model_memory import (
     MemoryMode,
     forward,
     forward_and_backward,
+    inputs_on_host,
     modes_of,
     splits_optimizer,
     state_of,
@@ -96,7 +97,9 @@ def memory_modes(job: Job) -> list[MemoryMode]:
 def host_bytes(job: Job, stage: int) -> int:
     """Count the pinned host memory of a rank of a stage."""
     state = _state(job, stage)
-    return sum(state.get(mode.item, 0) for mode in memory_modes(job) if mode.on and mode.kept)
+    kept = sum(state.get(mode.item, 0) for mode in memory_modes(job) if mode.on and mode.kept)
+    models = [job.actor, *job.other_models]
+    return kept + max(inputs_on_host(model, min(stage, model.layout.pp - 1)) for model in models)
 
 
 def checkpoint_bytes(job: Job, stage: int) -> int:

@@ -76,10 +76,11 @@ def _with_sequences_of(model: ModelJob, tokens: int) -> ModelJob:
 
 def _alternatives(job: Job) -> Iterator[tuple[str, Job]]:
     roles = job.config.actor_rollout_ref
-    if not roles.model.enable_gradient_checkpointing:
-        model = roles.model.model_copy(update={"enable_gradient_checkpointing": True})
+    keys = ("enable_gradient_checkpointing", "enable_activation_offload")
+    if key := next((key for key in keys if not getattr(roles.model, key)), None):
+        model = roles.model.model_copy(update={key: True})
         config = job.config.model_copy(update={"actor_rollout_ref": roles.model_copy(update={"model": model})})
-        yield "model.enable_gradient_checkpointing=true", replace(job, config=config)
+        yield f"model.{key}=true", replace(job, config=config)
     if job.train.dp % 2 == 0:
         layout = replace(job.train, cp=2 * job.train.cp)
         megatron = roles.actor.megatron.model_copy(update={"context_parallel_size": layout.cp})

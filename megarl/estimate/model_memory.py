@@ -132,12 +132,25 @@ def forward_and_backward(model: ModelJob, stage: int) -> Items:
     """Count what an update holds beside the state."""
     assert model.mini_batch is not None, "a model that is only read has no update"
     alive, layer = layers_in_flight(model, stage), _layer(model, stage)
-    if model.config.actor_rollout_ref.model.enable_gradient_checkpointing:
-        # every layer's input, and all of the layer that is being recomputed
-        kept = alive * model.arch.hidden_size / (model.layout.tp if model.sequence_parallel else 1) + layer
-    else:
-        kept = alive * layer
-    return _pass(model, stage, model.mini_batch, max(kept, layer))
+    settings = model.config.actor_rollout_ref.model
+    if not settings.enable_gradient_checkpointing:
+        return _pass(model, stage, model.mini_batch, max(alive * layer, layer))
+    # the layer that is being recomputed, and every layer's input, or one that comes from the host
+    inputs = min(1, alive) if settings.enable_activation_offload else alive
+    return _pass(model, stage, model.mini_batch, inputs * _layer_input(model) + layer)
+
+
+def inputs_on_host(model: ModelJob, stage: int) -> int:
+    """Count the bytes of layers' inputs that wait in host memory for the backward pass."""
+    if model.mini_batch is None or not model.config.actor_rollout_ref.model.enable_activation_offload:
+        return 0
+    tokens = -(-model.micro_batch_tokens(model.mini_batch) // model.layout.cp)
+    return int(model.itemsize * tokens * layers_in_flight(model, stage) * _layer_input(model))
+
+
+def _layer_input(model: ModelJob) -> float:
+    """Count the elements per token of a layer's input."""
+    return model.arch.hidden_size / (model.layout.tp if model.sequence_parallel else 1)
 
 
 def forward(model: ModelJob, stage: int) -> Items:

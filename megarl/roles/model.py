@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
@@ -12,6 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
+from torch.autograd.graph import save_on_cpu
 
 from megarl.algorithms.loss import Loss
 from megarl.config.policy import BatchingConfig, MegatronConfig, ModelConfig
@@ -114,6 +116,7 @@ class MegatronModel:
         at = groups.layout.coords(groups.world.rank)
         last_stage = at.pp == groups.layout.pp - 1
         self._reports = last_stage and at.tp == 0
+        self._offloads = model.enable_activation_offload
 
     @property
     def weights_leave(self) -> bool:
@@ -339,7 +342,8 @@ class MegatronModel:
             self.router_losses.enter(getattr(model, "module", model), micro, train=loss is not None)
         if self.replay is not None:
             self.replay.enter(getattr(model, "module", model), micro)
-        hidden = model(micro.tokens, micro.position_ids, None, packed_seq_params=micro.packed)
+        with save_on_cpu(pin_memory=True) if self._offloads and loss is not None else nullcontext():
+            hidden = model(micro.tokens, micro.position_ids, None, packed_seq_params=micro.packed)
 
         def finish(hidden: Tensor, non_loss_data: bool = False) -> Any:
             hidden, weight = self._whole_sequences(hidden), self.output_weight(model)

@@ -121,6 +121,12 @@ def _check_configuration(config: Config) -> None:
     """Check keys that go together; those of generation and of policy updates only where the run has these."""
     check_format(config)
     check_deterministic(config)
+    model = config.actor_rollout_ref.model
+    if model.enable_activation_offload and not model.enable_gradient_checkpointing:
+        raise ValueError(
+            "model.enable_activation_offload is for what model.enable_gradient_checkpointing keeps; "
+            "set that one to true"
+        )
     if generates(config):
         engine_kind(config.actor_rollout_ref.rollout.name)
         check_samples(config)
