@@ -47,6 +47,19 @@ def test_phases_do_not_overlap() -> None:
     assert timers.collect() == {}
 
 
+def test_of_a_phase_timed_as_a_whole_all_time_counts_for_itself() -> None:
+    timers = PhaseTimers(torch.device("cpu"))
+    with timers("generate"):
+        time.sleep(0.01)
+    with timers("validate", whole=True), timers("generate"), timers("reshard"):
+        time.sleep(0.05)
+        assert timers.phase == "validate"
+    with timers("generate"):
+        assert timers.phase == "generate"
+    seconds = timers.collect()
+    assert list(seconds) == ["generate", "validate"] and seconds["validate"] >= 0.05 > seconds["generate"]
+
+
 def test_a_stopwatch_measures_its_last_block() -> None:
     stopwatch = Stopwatch(torch.device("cpu"))
     assert stopwatch.seconds == 0

@@ -25,7 +25,7 @@ class PhaseTimers:
     """Measures phases: `with timers("generate"): ...` adds the block's time to the phase `generate`.
 
     Time and peak memory inside a nested block count for the inner phase only, so phases never overlap and their sum is
-    the time spent in all blocks.
+    the time spent in all blocks. Of a phase that is timed as a whole, all time counts for itself.
 
     On a GPU the edges of the phases are events in the current stream, for which only `spans` and `collect` wait: a
     kernel counts for the phase that launched it, and the host may run ahead.
@@ -40,22 +40,25 @@ class PhaseTimers:
         self._edges: list[tuple[float | torch.cuda.Event, str | None]] = []  # time, and the phase that ends then
         self._peaks: defaultdict[str, int] = defaultdict(int)
         self._open: list[str] = []
+        self._whole: str | None = None  # the open phase that is timed as a whole
 
     @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
+    def __call__(self, phase: str, *, whole: bool = False) -> Iterator[None]:
         self._edge()
         self._open.append(phase)
+        outer, self._whole = self._whole, self._whole or (phase if whole else None)
         try:
             with self._ranges(phase):
                 yield
         finally:
             self._edge()
             self._open.pop()
+            self._whole = outer
 
     @property
     def phase(self) -> str:
-        """The name of the innermost open phase; empty between phases."""
-        return self._open[-1] if self._open else ""
+        """The name of the phase for which time counts now; empty between phases."""
+        return self._whole or (self._open[-1] if self._open else "")
 
     def spans(self) -> list[Span]:
         """Return the spans since the last call in order, and forget them. Waits for the GPU."""
@@ -88,7 +91,7 @@ class PhaseTimers:
             peak = peak_memory(self._device)
             if phase is not None:
                 self._peaks[phase] = max(self._peaks[phase], peak)
-        self._edges.append((now, phase))
+        self._edges.append((now, self._whole or phase))
 
 
 class Stopwatch:

@@ -236,7 +236,7 @@ class Loops:
         return self.position.step
 
     def _validate(self, validate: Validate) -> dict[str, float]:
-        with self._records.timers(Phase.VALIDATE):
+        with self._records.timers(Phase.VALIDATE, whole=True):  # what it generates is none of the step's generation
             return dict(validate())
 
     def _save(self, kept: Kept | None = None, *, wait: bool = True) -> None:
