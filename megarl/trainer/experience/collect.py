@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
+from typing import Any
 
 import torch
 
@@ -46,24 +47,14 @@ def collect(
     """
     inputs, config, step = run.inputs, run.config, run.position.step
     seed, n, sampling = config.data.seed, config.actor_rollout_ref.rollout.n, inputs.sampling(validation=False)
+    scored: Any = dict(on_finished=run.on_finished, everywhere=False)
 
     def draw(number: int) -> Rollouts:
         prompts = [inputs.train_prompts[i] for i in sampler.next()]
-        return generation.rollouts(
-            prompts,
-            n,
-            sampling,
-            seed=seed,
-            round_=step,
-            draw=number,
-            on_finished=run.on_finished,
-            everywhere=False,
-        )
+        return generation.rollouts(prompts, n, sampling, seed=seed, round_=step, draw=number, **scored)
 
     def go_on(begun: Sequence[Rollout], quota: Quota) -> Rollouts:
-        return generation.go_on(
-            begun, sampling, version=step, quota=quota, on_finished=run.on_finished, everywhere=False
-        )
+        return generation.go_on(begun, sampling, version=step, quota=quota, **scored)
 
     best_guess = None
     with generation.phase(verify=run.checks_agreement):
@@ -76,7 +67,8 @@ def collect(
             rollouts = draw(0)
         if greedy:
             best = replace(sampling, temperature=0.0, top_p=1.0, top_k=-1, routed_experts=False)
-            best_guess = generation.rollouts(rollouts.prompts, 1, best, seed=seed, round_=step, everywhere=False)
+            prompts = rollouts.prompts
+            best_guess = generation.rollouts(prompts, 1, best, seed=seed, round_=step, everywhere=False)
     with run.phase(Phase.REWARD):
         if not config.algorithm.filter_groups.enable:
             rollouts = drawn = score(rollouts)
