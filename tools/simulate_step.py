@@ -92,14 +92,14 @@ def responses(args: argparse.Namespace, world: AloneOfMany) -> Rollouts:
         replica = i // args.n % layout.replicas
         tokens = Tokens(versions=((1, length),))
         response: Tokens | Outline = Outline(
-            holder=replica, length=length, digest=i, observed_count=0, versions=tokens.versions
+            holder=replica, length=length, digest=i, digest_of_last_turn=i, observed_count=0, versions=tokens.versions
         )
         if replica == 0:
             response = Tokens(ids=array("i", [7]) * length, logp=array("f", [-1.0]) * length, versions=tokens.versions)
         reward = float(rng.random() < 0.5)
         items.append(Rollout(prompt=prompt, group=i // args.n, response=response, finish_reason="stop", reward=reward))
-    blocks = tuple(layout.replica_ranks(replica) for replica in range(layout.replicas))
-    return Rollouts(items=tuple(items), version=1, holders=Holders(blocks=blocks, ranks=world))
+    first = tuple(layout.replica_ranks(replica)[0] for replica in range(layout.replicas))
+    return Rollouts(items=tuple(items), version=1, holders=Holders(own=0, first=first, ranks=world))
 
 
 def main() -> None:

@@ -185,11 +185,9 @@ class Generation:
 
     @property
     def _holders(self) -> Holders:
-        """Say which ranks of each replica keep the tokens of its responses: of episodes the first."""
-        layout = self.groups.layout
-        blocks = [layout.replica_ranks(replica) for replica in range(layout.replicas)]
-        first = 1 if self._episodes is not None else layout.tp
-        return Holders(blocks=tuple(block[:first] for block in blocks), ranks=self.groups.world)
+        layout, world = self.groups.layout, self.groups.world
+        first = tuple(layout.replica_ranks(replica)[0] for replica in range(layout.replicas))
+        return Holders(own=self.groups.replica, first=first, ranks=world)
 
     def close(self, *, engine: bool = True) -> None:
         """End the episodes, and give the engine's memory and process groups back.

@@ -49,7 +49,7 @@ class Owners:
     @cached_property
     def block(self) -> int:
         """Find this rank's block; -1: it is in none."""
-        return _block_of(self.ranks.rank, self.blocks)
+        return next((i for i, block in enumerate(self.blocks) if self.ranks.rank in block), -1)
 
     @cached_property
     def own(self) -> Tensor:
@@ -73,24 +73,30 @@ class Owners:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Holders:
-    """Knows the ranks that may have tokens, block by block, before a batch is made of them.
+    """Knows which ranks give the tokens of responses to a batch, before it is made: the first of each replica.
+
+    The others of a replica have them, too. But they come from one rank, so that all that train on a response have the
+    same bits of it.
 
     Attributes:
-        blocks, ranks: see `Owners`.
+        own: this rank's replica.
+        first: the first rank of each replica.
+        ranks: exchanges tensors between all ranks.
     """
 
-    blocks: Blocks
+    own: int
+    first: tuple[int, ...]
     ranks: Ranks
 
+    @property
+    def gives(self) -> bool:
+        """Tell whether this rank gives its replica's tokens."""
+        return self.first[self.own] == self.ranks.rank
+
     def owners(self, holders: Iterable[int | None]) -> Owners:
-        """Say who has the tokens of sequences, by the block that holds each; None: this rank's."""
-        own = _block_of(self.ranks.rank, self.blocks)
-        block_of = torch.tensor([own if holder is None else holder for holder in holders], dtype=torch.int64)
-        return Owners(block_of=block_of, blocks=self.blocks, ranks=self.ranks)
-
-
-def _block_of(rank: int, blocks: Blocks) -> int:
-    return next((i for i, block in enumerate(blocks) if rank in block), -1)
+        """Say who has the tokens of sequences, by the replica that holds each; None: this rank's."""
+        block_of = torch.tensor([self.own if holder is None else holder for holder in holders], dtype=torch.int64)
+        return Owners(block_of=block_of, blocks=tuple((rank,) for rank in self.first), ranks=self.ranks)
 
 
 def starts_of(sequences: Tensor, lengths: Tensor) -> Tensor:

@@ -125,8 +125,7 @@ def _shared_out(rollouts: Rollouts, world: World) -> Sequence[int]:
     if rollouts.holders is None:
         return range(world.rank, len(rollouts), world.size)
     here = [i for i, rollout in enumerate(rollouts) if isinstance(rollout.response, Tokens)]
-    block = next((block for block in rollouts.holders.blocks if world.rank in block), (world.rank,))
-    return here[block.index(world.rank) :: len(block)]
+    return here if rollouts.holders.gives else []
 
 
 def _check_lengths(batch: Batch, rollouts: Rollouts, run: Run, judge: Judge) -> None:

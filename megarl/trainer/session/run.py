@@ -169,7 +169,7 @@ class Run:
         places = chosen(rollouts.groups, self.config.trainer.log_rollouts) if self.config.trainer.log_rollouts else []
         here = {i: r for i in places if isinstance((r := rollouts[i]).response, Tokens)}
         brought: dict[int, Rollout] = {}
-        for of_rank in self.world.gather(here if self._generation_groups.tp_rank == 0 else {}, "rollouts to show"):
+        for of_rank in self.world.gather(here if rollouts.holders.gives else {}, "rollouts to show"):
             brought |= of_rank
         return rollouts.of(brought.get(i, rollout) for i, rollout in enumerate(rollouts))
 
