@@ -56,14 +56,16 @@ def _config(groups: int, batch: int, staleness: int, n: int, replicas: int = 1) 
     )
 
 
-def _go_on(carry_over: CarryOver, *saved: CarryOver) -> None:
+def _go_on(carry_over: CarryOver, *saved: CarryOver, parts: list[dict[str, Any]] | None = None) -> None:
     """As after the files of some ranks."""
     carry_over.load_state(json.loads(json.dumps(saved[0].state())))
-    for of_rank in saved:
+    read = []
+    for arrays in parts or [of_rank.arrays() for of_rank in saved]:
         stream = io.BytesIO()
-        np.savez(stream, **of_rank.arrays())  # type: ignore[arg-type]
+        np.savez(stream, **arrays)
         stream.seek(0)
-        carry_over.load_arrays(dict(np.load(stream, allow_pickle=False)))
+        read.append(dict(np.load(stream, allow_pickle=False)))
+    carry_over.load_arrays(read)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +82,7 @@ def _go_on(carry_over: CarryOver, *saved: CarryOver) -> None:
         ("prompt", np.array([-1])),
         ("span_count", np.array([2])),
         ("seed", np.zeros(0, np.int64)),
+        ("order", np.array([1])),
     ],
 )
 def test_arrays_of_another_form_are_refused(name: str, changed: np.ndarray[Any, Any]) -> None:
@@ -89,9 +92,9 @@ def test_arrays_of_another_form_are_refused(name: str, changed: np.ndarray[Any, 
     whole |= {"length": np.array([3]), "span_count": np.array([1]), "spans": np.array([[1, 3]])}
     tokens = {"token_ids": np.zeros(3, np.int32), "logp": np.zeros(3, np.float32)}
     carry_over.load_state({"next_group": 1})
-    carry_over.load_arrays({**whole, **tokens})
+    carry_over.load_arrays([{**whole, **tokens}])
     with pytest.raises(ValueError, match=r"responses under way [^\n]+$"):
-        carry_over.load_arrays({**whole, **tokens, name: changed})
+        carry_over.load_arrays([{**whole, **tokens, name: changed}])
 
 
 class _Simulated:
@@ -217,6 +220,25 @@ def _rows(carry_over: CarryOver) -> Iterator[tuple[int, Any]]:
         drawn = arrays["spans"][spans[i] - arrays["span_count"][i] : spans[i]].tolist()
         numbers = [arrays[name][i] for name in ("prompt", "group", "sample", "seed", "finish_reason")]
         yield order, (numbers, arrays["token_ids"][tokens].tolist(), arrays["logp"][tokens].tolist(), drawn)
+
+
+def test_parts_that_do_not_belong_together_are_refused() -> None:
+    """Of another save, twice, or without one that is lost."""
+    config = _config(4, 2, 4, 1, 2)
+    ranks = [CarryOver(config, PROMPTS, rank) for rank in range(2)]
+    for rank, carry_over in enumerate(ranks):
+
+        def go_on(asked: Sequence[Rollout], quota: Quota, rank: int = rank) -> Rollouts:
+            made, replica_of = _Simulated(2, 2)(asked, quota, 1), replicas_of_groups(asked, 2)
+            return made.of(_seen(rank, *pair, replica_of) for pair in zip(asked, made, strict=True))
+
+        carry_over.next_batch(lambda: [0, 1], go_on, 1)
+    parts = [carry_over.arrays() for carry_over in ranks]
+    assert all(len(part["order"]) for part in parts)
+    for wrong in ([parts[0]], [*parts, parts[1]], [parts[0], parts[0]]):
+        with pytest.raises(ValueError, match=r"do not belong together: some are missing or twice$"):
+            _go_on(CarryOver(config, PROMPTS), *ranks[:1], parts=wrong)
+    _go_on(CarryOver(config, PROMPTS), *ranks)
 
 
 def test_groups_whose_prompt_has_gone_are_left_out() -> None:

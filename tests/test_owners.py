@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -195,6 +196,24 @@ def test_percentiles_are_those_of_sorted_numbers() -> None:
         batch = batch_of([()], [range(len(x))], [0])
         wanted = [float(x.sort().values[round((len(x) - 1) * percent / 100)]) for percent in range(101)]
         assert over_tokens.percentiles(batch, x, tuple(range(101))) == wanted
+    signed = torch.tensor([0xFFC00000, 0]).to(torch.uint32).view(torch.float32)
+    least, largest = over_tokens.percentiles(batch_of([()], [range(2)], [0]), signed, (0, 100))
+    assert least == 0 and math.isnan(largest)
+
+
+def _add_columns(world: Any) -> None:
+    batch = batch_of([[1]] * 3, [[], [2], [2, 3, 4]], range(3))
+    owners = Owners(block_of=torch.tensor([0, 0, 1]), blocks=((0,), (1,)), ranks=world)
+    batch = batch.held_by(owners)
+    assert len(batch.tokens) == (3, 4)[world.rank] and len(batch) == 3
+    batch = batch.with_columns(mine=batch.tokens.float(), of_sequences=torch.arange(3.0))
+    assert batch.token_columns.keys() == {"mine"} and batch.sequence_columns.keys() == {"of_sequences"}
+    whole = batch.with_columns(later=torch.zeros(3)).everywhere()
+    assert torch.equal(whole.token_columns["mine"], whole.tokens.float()) and whole.token_columns.keys() == {"mine"}
+
+
+def test_a_rank_with_as_many_tokens_as_sequences_sorts_columns_as_the_others_do(ranks: Ranks) -> None:
+    ranks.run(2, in_a_world, _add_columns)
 
 
 # ------------------------------------------------------------------------------------------------------------- bytes

@@ -360,7 +360,7 @@ def test_recorded_experts_of_responses_under_way_are_read_with_care(arrays: dict
         return
     second.load_state(first.state())
     with pytest.raises(ValueError, match=rf"responses under way {said}[^\n]*$"):
-        second.load_arrays({**first.arrays(), **arrays})
+        second.load_arrays([{**first.arrays(), **arrays}])
 
 
 @pytest.mark.parametrize(

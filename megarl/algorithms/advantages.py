@@ -32,12 +32,12 @@ def compute_advantages(batch: Batch, config: AlgorithmConfig, kl_coef: float) ->
         batch = batch.with_(kl_in_reward=kl, token_rewards=batch.token_rewards - kl_coef * per_token)
         scores = scores - kl_coef * over_parts(batch, kl)
     estimator, scored = ESTIMATORS.load(config.adv_estimator), batch.with_(rewards=scores)
-    if not about_of(estimator).sharded:
-        scored = scored.everywhere()
-    estimated: Tensor | Batch = estimator(scored, config)
-    result = estimated if isinstance(estimated, Batch) else scored.with_(advantages=estimated)
-    if batch.owners is not None:
-        result = result.held_by(batch.owners)
+
+    def estimate(scored: Batch) -> Batch:
+        estimated: Tensor | Batch = estimator(scored, config)
+        return estimated if isinstance(estimated, Batch) else scored.with_(advantages=estimated)
+
+    result = estimate(scored) if about_of(estimator).sharded else scored.changed_as_a_whole(estimate)
     assert result.advantages is not None, "an estimator that returns a batch fills its advantages"
     advantages = torch.where(batch.response_mask, result.advantages, 0.0)
     return result.with_(rewards=batch.rewards, advantages=advantages)

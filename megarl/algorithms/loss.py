@@ -152,11 +152,13 @@ def scope_of(loss: Loss) -> Scope:
 
 def prepared(loss: Loss, batch: Batch, sequences: Sequence[int]) -> Batch:
     """The batch with what the loss wants to know of a whole mini-batch, for which every rank gets all tokens."""
-    prepare = getattr(loss, "prepare", None)
-    if prepare is None:
+    if not _prepares(loss):
         return batch
-    whole: Batch = prepare(batch.everywhere(), sequences)
-    return whole if batch.owners is None else whole.held_by(batch.owners)
+    return batch.changed_as_a_whole(lambda whole: loss.prepare(whole, sequences))  # type: ignore[attr-defined]
+
+
+def _prepares(loss: Loss) -> bool:
+    return any(map(_prepares, loss.parts)) if isinstance(loss, Sum) else hasattr(loss, "prepare")
 
 
 class Sum:
@@ -168,9 +170,7 @@ class Sum:
         scopes: tuple[Scope, ...] = ("pair", "sequence", "token")
         self.scope: Scope = next(scope for scope in scopes if scope in {scope_of(part) for part in parts})
 
-        self.prepare = self._prepare if any(getattr(part, "prepare", None) for part in parts) else None
-
-    def _prepare(self, batch: Batch, sequences: Sequence[int]) -> Batch:
+    def prepare(self, batch: Batch, sequences: Sequence[int]) -> Batch:
         for part in self.parts:
             batch = prepared(part, batch, sequences)
         return batch

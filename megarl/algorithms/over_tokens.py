@@ -39,13 +39,13 @@ def extremes(batch: Batch, x: Tensor) -> tuple[float, float]:
 
 def variance(batch: Batch, x: Tensor, correction: int = 0) -> float:
     """Compute the variance of float64 [R] around its mean; `correction` 1 is unbiased."""
-    return float(total(batch, (x - mean(batch, x)).square())) / (count(batch) - correction)
+    return float(total(batch, (x - mean(batch, x)).square()) / (count(batch) - correction))
 
 
 def percentiles(batch: Batch, x: Tensor, percents: tuple[int, ...]) -> list[float]:
     """Pick of float32 [R], in order, the ones at round((n - 1) percent / 100), where n is the number over all ranks.
 
-    It counts them by the upper, then by the lower half of their bits, so that no rank has to see them all.
+    NaN comes last. It counts them by the upper, then by the lower half of their bits: no rank has to see them all.
     """
     upper = _histogram(batch, x, None).cumsum(0)
     picked = []
@@ -62,8 +62,8 @@ def percentiles(batch: Batch, x: Tensor, percents: tuple[int, ...]) -> list[floa
 def _histogram(batch: Batch, x: Tensor, high: int | None) -> Tensor:
     """Count the numbers of all ranks by the upper half of their bits or, of those with one upper half, by the lower."""
     counts = torch.zeros(1 << 16, dtype=torch.int64)
-    for part in x.contiguous().view(torch.int32).split(1 << 20):
-        bits = part.long()
+    for part in x.split(1 << 20):
+        bits = torch.where(part.isnan(), torch.nan, part).view(torch.int32).long()  # a NaN may have a sign
         keys = torch.where(bits < 0, -1 - bits - _SIGN, bits) + _SIGN  # ascending as the numbers do, from 0
         keys = keys >> 16 if high is None else keys[keys >> 16 == high] & 0xFFFF
         counts += keys.bincount(minlength=1 << 16)

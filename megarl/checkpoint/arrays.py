@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megarl.checkpoint.manifest import one_line
+from megarl.checkpoint.manifest import one_line, read_manifest
 from megarl.checkpoint.stored_objects import is_compressed
 from megarl.parallel.world import World
 
@@ -44,10 +44,14 @@ def read_arrays(folder: str, name: str, world: World) -> Iterator[dict[str, Arra
     Raises:
         ValueError: on every rank, in one line, if a file cannot be read.
     """
-    others: list[str] = []
+    files: Any = None
     if world.rank == 0:
-        others = sorted(file for file in os.listdir(folder) if is_part(file) and file.startswith(f"{name}."))
-    for file in [_file(name, 0), *world.broadcast(others, "arrays of a checkpoint")]:
+        try:
+            others = [file for file in read_manifest(folder) if is_part(file) and file.startswith(f"{name}.")]
+            files = [_file(name, 0), *sorted(others)]
+        except Exception as e:  # whatever reading a damaged file raises
+            files = one_line(e)
+    for file in _same(world, files):
         yield _read(os.path.join(folder, file), world)
 
 
@@ -64,14 +68,19 @@ def _read(file: str, world: World) -> dict[str, Array]:
             kinds = {key: (array.dtype.str, array.shape) for key, array in arrays.items()}
         except Exception as e:  # whatever reading a damaged file raises
             kinds = f"{os.path.basename(file)} cannot be read: {one_line(e)}"
-    kinds = world.broadcast(kinds, "arrays of a checkpoint")
-    if isinstance(kinds, str):
-        raise ValueError(kinds)
-    for key, (dtype, shape) in kinds.items():
+    for key, (dtype, shape) in _same(world, kinds).items():
         array = arrays.setdefault(key, np.empty(shape, dtype))
         if array.size:
             world.broadcast_(torch.from_numpy(array.reshape(-1).view(np.uint8)), "arrays of a checkpoint")
     return arrays
+
+
+def _same(world: World, found: Any) -> Any:
+    """Send what the first rank found to all, or raise ValueError on all with its text."""
+    found = world.broadcast(found, "arrays of a checkpoint")
+    if isinstance(found, str):
+        raise ValueError(found)
+    return found
 
 
 def _file(name: str, rank: int) -> str:

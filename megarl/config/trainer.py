@@ -64,8 +64,8 @@ class TrainerConfig(Section):
     agreement_freq: Whole = Field(
         10,
         ge=0,
-        description="steps between two checks that all ranks computed the same advantages and that the engine holds "
-        "the actor's weights, the first step included; 0 never",
+        description="steps between two checks that ranks with the same tokens computed the same advantages, all ranks "
+        "have the same scores, and the engine holds the actor's weights, the first step included; 0 never",
     )
     logger: list[str] = Field(
         default=["console", "jsonl", "tensorboard"],

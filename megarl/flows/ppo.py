@@ -68,7 +68,7 @@ def ppo(run: Run, stage: Stage | None = None) -> None:
             with run.phase(Phase.VALUES):
                 batch = batch.with_(values=critic.values(batch, critic.plan(batch)))
         if stage is not None:
-            batch = stage(batch.everywhere()).held_by(plan.owners)
+            batch = batch.changed_as_a_whole(stage)
         batch = correct_rollouts(batch, config.algorithm.rollout_correction)
         batch = compute_advantages(batch, config.algorithm, kl.coefficient)
         run.check_agreement(batch)
@@ -107,7 +107,7 @@ def update_critic(run: Run, critic: Critic, batch: Batch) -> None:
     batch = batch.with_(returns=value_targets(batch, gamma=config.algorithm.gamma, lam=lam))
     run.log("critic", {"explained_variance": explained_variance(batch)})
     plan = critic.plan(batch, per_update(batch, config.critic_mini_batch_size, config))
-    batch = batch.held_by(plan.owners)
+    batch = batch.held_by(plan.owners, ("tokens", "response_mask", "values", "returns", "importance"))
     loss = ValueLoss(cliprange=settings.cliprange_value)
     for mini_batch in plan.mini_batches * settings.ppo_epochs:
         weights = token_weights(batch, mini_batch.sequences, settings.loss_agg_mode, config.data.max_response_length)

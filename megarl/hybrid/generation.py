@@ -153,7 +153,8 @@ class Generation:
     ) -> Rollouts:
         """Finish responses that wait or are under way; as `generate_rollouts`, only inside `phase`.
 
-        Episodes are played from their beginning to their end; one can become several rollouts of its group.
+        Episodes are played from their beginning to their end; one can become several rollouts of its group. Where
+        tokens are not `everywhere`, those of rollouts under way must not have been, either.
         """
 
         def finished(place: int, rollout: Rollout) -> None:

@@ -39,9 +39,6 @@ from megarl.roles.writers import replicas_of, spread_over_replicas
 from megarl.types import Batch
 from megarl.types.owners import moved
 
-READ_BY_MODELS = ("tokens", "response_mask", "routed_experts", "routed")
-"""Columns of tokens that a forward pass reads."""
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -197,7 +194,8 @@ class MegatronModel:
         passed = batch
         if batch.owners is not None:
             assert passes.owners is not None, "passes without owners are of a batch that every rank has all of"
-            passed = batch.held_by(passes.owners, READ_BY_MODELS)
+            recorded = () if self.replay is None else ("routed_experts", "routed")
+            passed = batch.held_by(passes.owners, ("tokens", "response_mask", *recorded))
         with torch.no_grad():
             outputs = self._gathered(passed, self._run(passed, passes, None, {}, {}))
         if passed is batch or self.head.per == "sequence":
@@ -263,11 +261,11 @@ class MegatronModel:
         if batch.owners is None or self.head.per == "sequence":
             return world.sum_(out, "the outputs of a pass")
         out = out.to(world.device)
-        for group in (pgs.mp, pgs.cp):  # the ranks that have the same tokens
-            if group.size() > 1:
-                with world.watch.waiting("the outputs of a pass"):
+        with world.watch.waiting("the outputs of a pass"):
+            for group in (pgs.tp, pgs.pp, pgs.cp):  # together the ranks that have the same tokens
+                if group.size() > 1:
                     dist.all_reduce(out, group=group)
-        return out.cpu()
+            return out.cpu()
 
     def _check_layout(self, passes: Passes) -> None:
         if passes.layout != self.groups.layout:

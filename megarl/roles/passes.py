@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ class StepPlan(Passes):
     """
 
     mini_batches: list[MiniBatch]
-    owners: Owners
+    owners: Owners = field()
 
 
 def plan_passes(

@@ -7,7 +7,7 @@ into each other by the methods of `Batch`, so that the same code serves a part a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -167,23 +167,35 @@ class Batch(SequenceTable, TokenShard):
         """Give each rank the tokens that it is to have; every rank calls it.
 
         Args:
-            columns: of tokens, to send; the others are left out. Default: all that are filled.
+            columns: of tokens, which are to be there then; others may be left out. Default: all that are filled.
         """
         had = self.owners or Owners.everywhere(len(self), owners.ranks)
         if had.matches(owners):
-            return self.with_(owners=owners)
+            return self if self.owners is not None else self.with_(owners=owners)
         of_shard = {f.name: None for f in fields(TokenShard) if f.name != "token_columns"}
         held = {**{name: getattr(self, name) for name in of_shard}, **self.token_columns}
         sent = {name: x for name, x in held.items() if x is not None and (not columns or name in columns)}
         received = moved(sent, self.lengths, had, owners)
         added = {name: received.pop(name) for name in self.token_columns.keys() & received.keys()}
-        return self.with_(**of_shard | received, token_columns=added, owners=owners)
+        batch = self.with_(**of_shard | received, token_columns=added, owners=owners)
+        if "response_lengths" in vars(self):
+            vars(batch)["response_lengths"] = self.response_lengths
+        return batch
 
-    def everywhere(self) -> Batch:
-        """Give every rank all tokens; every rank calls it."""
+    def everywhere(self, columns: Collection[str] = ()) -> Batch:
+        """Give every rank all tokens; every rank calls it. For `columns` see `held_by`."""
         if self.owners is None:
             return self
-        return self.held_by(Owners.everywhere(len(self), self.owners.ranks)).with_(owners=None)
+        return self.held_by(Owners.everywhere(len(self), self.owners.ranks), columns).with_(owners=None)
+
+    def changed_as_a_whole(self, change: Callable[[Batch], Batch]) -> Batch:
+        """Change the batch by a function for which every rank needs all tokens, but not their experts; every rank calls
+        it."""
+        if self.owners is None:
+            return change(self)
+        names = {f.name for f in fields(TokenShard)} | self.token_columns.keys()
+        whole = change(self.everywhere(names - {"routed_experts", "routed"}))
+        return whole.held_by(self.owners).with_(routed_experts=self.routed_experts, routed=self.routed)
 
     def at_trained(self, x: Tensor) -> Tensor:
         """Put values at the trained tokens, and 0 at the others: [R] -> float32 [T]."""
@@ -206,7 +218,7 @@ class Batch(SequenceTable, TokenShard):
         Raises:
             ValueError: a batch has a field of that name, or the column has another length.
         """
-        shapes = [(len(self),), self.tokens.shape]
+        shapes, names = [(len(self),), self.tokens.shape], list(columns)
         for name, column in columns.items():
             if name in {f.name for f in fields(self)}:
                 raise ValueError(f"batch.with_columns: {name!r} is a field of every batch; use batch.with_({name}=...)")
@@ -215,10 +227,13 @@ class Batch(SequenceTable, TokenShard):
                     f"batch.with_columns: {name!r} has the shape {list(column.shape)}; give it one value per sequence, "
                     f"[{len(self)}], or one per token, [{len(self.tokens)}]"
                 )
-        added = {**self.sequence_columns, **self.token_columns, **columns}
+        of_tokens = torch.tensor([int(columns[name].shape != shapes[0]) for name in names])
+        if self.owners is not None:  # a rank may have as many tokens as there are sequences: others know better
+            of_tokens = self.owners.ranks.sum_(of_tokens, "columns of a batch")
+        kinds = dict(zip(names, of_tokens.tolist(), strict=True))
         return self.with_(
-            sequence_columns={name: column for name, column in added.items() if column.shape == shapes[0]},
-            token_columns={name: column for name, column in added.items() if column.shape != shapes[0]},
+            sequence_columns={**self.sequence_columns, **{name: columns[name] for name in names if not kinds[name]}},
+            token_columns={**self.token_columns, **{name: columns[name] for name in names if kinds[name]}},
         )
 
     def column(self, name: str) -> Tensor | None:

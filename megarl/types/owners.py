@@ -120,7 +120,10 @@ def moved(columns: Mapping[str, Tensor], lengths: Tensor, had: Owners, wanted: O
         the columns of the tokens that it wants, in the same order.
     """
     assert bool((had.block_of[wanted.own] >= 0).all()), "no rank has some of the tokens"
-    count, of_block = int(lengths[wanted.own].sum()), int(lengths.sum()) // len(wanted.blocks)
+    if len(had.blocks) == 1 and len(had.blocks[0]) == had.ranks.size:  # every rank has all
+        spans = list(zip(starts_of(had.own, lengths)[wanted.own].tolist(), lengths[wanted.own].tolist(), strict=True))
+        return {name: _cut(column, spans) for name, column in columns.items()}
+    count, of_block = int(lengths[wanted.own].sum()), int(lengths[wanted.block_of >= 0].sum()) // len(wanted.blocks)
     received = {}
     for name, column in columns.items():
         received[name] = column.new_empty(count, *column.shape[1:])
@@ -143,10 +146,8 @@ def _move(column: Tensor, received: Tensor, lengths: Tensor, had: Owners, wanted
         for taker, place, block in wanted.members():
             if _giver(taker, place, had, had.block) == rank:
                 sent = own[wanted.block_of[own] == block]
-                spans = zip(starts[sent].tolist(), lengths[sent].tolist(), strict=True)
-                parts[taker] = (
-                    torch.cat([column[:0], *(column[a : a + n] for a, n in spans)]).flatten().view(torch.uint8)
-                )
+                spans = list(zip(starts[sent].tolist(), lengths[sent].tolist(), strict=True))
+                parts[taker] = _cut(column, spans).flatten().view(torch.uint8)
     given: dict[int, Tensor] = {}
     if wanted.block >= 0:
         own, place = some[wanted.block_of[some] == wanted.block], wanted.blocks[wanted.block].index(rank)
@@ -159,6 +160,11 @@ def _move(column: Tensor, received: Tensor, lengths: Tensor, had: Owners, wanted
         pieces = arrived[giver].view(column.dtype).view(-1, *column.shape[1:]).split(lengths[sequences].tolist())
         for at, piece in zip(places[sequences].tolist(), pieces, strict=True):
             received[at : at + len(piece)] = piece
+
+
+def _cut(column: Tensor, spans: list[tuple[int, int]]) -> Tensor:
+    """Join parts of a column, each from a place on and so many tokens long."""
+    return torch.cat([column[:0], *(column[a : a + n] for a, n in spans)])
 
 
 def _giver(taker: int, place: int, had: Owners, block: int) -> int:

@@ -202,8 +202,8 @@ class Rollouts(Sequence[Rollout]):
     def to_batch(self) -> Batch:
         """Concatenate into a `Batch` with `rollout_logp` and, once one is scored, `rewards`.
 
-        A rank gets the tokens that it gives to others, or all. Tokens that an environment said are not trained on. Where
-        some responses have scores, none of the tokens of those without is trained on, and their rewards read 0.
+        A rank gets the tokens that it gives to others, or all. Tokens that an environment said are not trained on.
+        Where some responses have scores, none of the tokens of those without is trained on, and their rewards read 0.
         """
         gives = self.holders is None or self.holders.gives
         own = [rollout for rollout in self.items if gives and isinstance(rollout.response, Tokens)]

@@ -8,7 +8,7 @@ rollouts", Kimi k1.5, arXiv 2501.12599, section 2.6.2). Each token keeps the log
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any, get_args
@@ -65,7 +65,7 @@ class CarryOver:
         self._next_group = 0
         self._places: dict[int, int] = {}  # of each group's prompt
         self._under_way: list[Rollout] = []
-        self._in_order: list[tuple[int, Rollout]] = []  # of those that are being loaded
+        self._expected: int | None = None  # responses, of those that are loaded next
 
     @staticmethod
     def of(inputs: Inputs, rank: int) -> CarryOver:
@@ -110,7 +110,7 @@ class CarryOver:
 
     def state(self) -> dict[str, Any]:
         """Return the small part of what is saved, as JSON values."""
-        return {"next_group": self._next_group}
+        return {"next_group": self._next_group, "responses": len(self._under_way)}
 
     def keep(self) -> CarryOver:
         """Keep the groups as they are now, for a save that may come later: their arrays, made then, may be
@@ -122,7 +122,7 @@ class CarryOver:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken; the groups under way come with `load_arrays`."""
         self._next_group, self._places, self._under_way = state["next_group"], {}, []
-        self._in_order = []
+        self._expected = state.get("responses")
 
     def arrays(self) -> dict[str, Array]:
         """Return the responses under way whose tokens this rank is the first to have; nothing: it never is.
@@ -183,15 +183,25 @@ class CarryOver:
             raise ValueError("the experts of the responses under way are not all whole")
         return [empty.followed_by(part) for part in np.split(experts, np.cumsum(counts)[:-1])] if len(counts) else []
 
-    def load_arrays(self, arrays: Mapping[str, Array]) -> None:
-        """Go on with these responses, and with those that other calls bring. A group whose prompt is not there any more
-        is left out.
+    def load_arrays(self, parts: Iterable[Mapping[str, Array]]) -> None:
+        """Go on with the responses that all ranks have saved. A group whose prompt is not there any more is left out.
 
         Raises:
             ValueError: an array is missing, or they do not belong together.
         """
-        if "prompt" in arrays and "order" not in arrays:  # one file had all, in their order
-            arrays = {**arrays, "order": np.arange(len(arrays["prompt"]))}
+        placed: list[tuple[int, Rollout | None]] = []
+        for arrays in parts:
+            placed += self._placed(arrays)
+        placed.sort(key=lambda one: one[0])
+        expected = len(placed) if self._expected is None else self._expected
+        if [order for order, _ in placed] != list(range(expected)):
+            raise ValueError("the files of the responses under way do not belong together: some are missing or twice")
+        self._under_way = [rollout for _, rollout in placed if rollout is not None]
+
+    def _placed(self, arrays: Mapping[str, Array]) -> Iterator[tuple[int, Rollout | None]]:
+        """Read the responses that a rank has saved, each with its place among all; None: its prompt has gone."""
+        if "order" not in arrays and "prompt" in arrays:  # one file had all, in their order
+            arrays = {**arrays, "order": np.arange(arrays["prompt"].size)}
         if missing := _ARRAYS.keys() - arrays.keys():
             raise ValueError(f"the responses under way lack {', '.join(sorted(missing))}")
         for name, (kind, shape) in _ARRAYS.items():
@@ -213,6 +223,7 @@ class CarryOver:
             row = {name: column[i] for name, column in whole.items()}
             place, tokens_of_row = row["prompt"], slice(token_end - row["length"], token_end)
             if place >= len(self._prompts) or _digest(prompt := self._prompts[place]) != row["prompt_digest"]:
+                yield row["order"], None
                 continue
             if (record := records[i]) is not None and len(record) > len(prompt.token_ids) + row["length"]:
                 raise ValueError("the responses under way have fewer tokens than experts were recorded of")
@@ -232,9 +243,7 @@ class CarryOver:
                 response=self._held(tokens_read, row["group"]),
                 finish_reason=_FINISHES[row["finish_reason"]],
             )
-            self._in_order.append((row["order"], rollout))
-        self._in_order.sort(key=lambda placed: placed[0])
-        self._under_way = [rollout for _, rollout in self._in_order]
+            yield row["order"], rollout
 
     def _held(self, response: Tokens, group: int) -> Tokens | Outline:
         """Keep the tokens on the ranks of one replica, whichever had them when they were saved."""

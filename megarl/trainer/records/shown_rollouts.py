@@ -12,6 +12,9 @@ from megarl.data.pieces import Pieces
 from megarl.telemetry.samples import Sample, TokenColumns, chosen
 from megarl.types import Batch, Rollout, Rollouts
 
+COLUMNS = ("tokens", "response_mask", "rollout_logp", "old_logp", "advantages")
+"""Columns of tokens that are shown, and that a batch needs."""
+
 
 class ShownRollouts:
     """Some of the rollouts of a step.

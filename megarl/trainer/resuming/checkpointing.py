@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -82,8 +82,8 @@ class HasArrays(Protocol):
         """Take this rank's part, by name; nothing on a rank that has none. The first rank has one."""
         ...
 
-    def load_arrays(self, arrays: Mapping[str, Array]) -> None:
-        """Go on where the arrays of some rank were taken; called with those of every rank, after `load_state`.
+    def load_arrays(self, parts: Iterable[Mapping[str, Array]]) -> None:
+        """Go on where the arrays of all ranks that had some were taken, after `load_state`.
 
         Raises:
             ValueError: they do not fit; in one line.
@@ -338,8 +338,7 @@ class Checkpointing:
                 if state.get(name) is not None:
                     joined.load_state(state[name])
                     if isinstance(joined, HasArrays):
-                        for arrays in read_arrays(folder, name, self._world):
-                            joined.load_arrays(arrays)
+                        joined.load_arrays(read_arrays(folder, name, self._world))
         except ValueError as e:
             raise RunRefused(f"checkpoint '{folder}': {e}") from e
 

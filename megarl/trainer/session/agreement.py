@@ -59,7 +59,9 @@ def check_same_values(batch: Batch, world: World, step: int) -> None:
     """
     of_tokens = {"token ids": batch.tokens, "advantages": batch.advantages, "importance weights": batch.importance}
     of_tokens |= {"log-probabilities": batch.old_logp, "reference log-probabilities": batch.ref_logp}
-    of_sequences = {"scores": batch.rewards, "lengths of responses": batch.response_lengths}
+    of_tokens |= {"log-probabilities of the engine": batch.rollout_logp}
+    of_sequences = {"scores": batch.rewards, "lengths of responses": batch.response_lengths, "groups": batch.groups}
+    of_sequences |= {"greedy scores": batch.greedy_rewards, "KL in the reward": batch.kl_in_reward}
     mine = {name: tensor_digest(x) for name, x in (of_sequences | of_tokens).items() if x is not None}
     everyone = world.all_gather((socket.gethostname(), torch.backends.cpu.get_cpu_capability(), mine))
     all_ranks = (tuple(range(world.size)),)

@@ -30,6 +30,7 @@ from megarl.trainer.inputs import Inputs
 from megarl.trainer.layouts import generation_layout, train_layout
 from megarl.trainer.records.report import Report
 from megarl.trainer.records.run_records import Callback, RunRecords
+from megarl.trainer.records.shown_rollouts import COLUMNS
 from megarl.trainer.resuming.checkpointing import Checkpointing
 from megarl.trainer.resuming.resume import Start
 from megarl.trainer.scoring.episodes import build_episodes
@@ -180,9 +181,11 @@ class Run:
             batch: made of those rollouts.
         """
         if batch.owners is not None:
-            block_of = torch.full((len(batch),), -1)
-            block_of[self.world.broadcast(self.report.shown, "which rollouts are shown")] = 0
-            batch = batch.held_by(Owners(block_of=block_of, blocks=((0,),), ranks=self.world))
+            places = self.world.broadcast(self.report.shown, "which rollouts are shown")
+            if not places:
+                return
+            block_of = torch.full((len(batch),), -1).index_fill_(0, torch.tensor(places), 0)
+            batch = batch.held_by(Owners(block_of=block_of, blocks=((0,),), ranks=self.world), COLUMNS)
         self.report.trained_on(batch)
 
     def score(self, rollouts: Rollouts) -> Rollouts:
