@@ -218,7 +218,7 @@ class Batch(SequenceTable, TokenShard):
         Raises:
             ValueError: a batch has a field of that name, or the column has another length.
         """
-        shapes, names = [(len(self),), self.tokens.shape], list(columns)
+        shapes = [(len(self),), self.tokens.shape]
         for name, column in columns.items():
             if name in {f.name for f in fields(self)}:
                 raise ValueError(f"batch.with_columns: {name!r} is a field of every batch; use batch.with_({name}=...)")
@@ -227,13 +227,15 @@ class Batch(SequenceTable, TokenShard):
                     f"batch.with_columns: {name!r} has the shape {list(column.shape)}; give it one value per sequence, "
                     f"[{len(self)}], or one per token, [{len(self.tokens)}]"
                 )
-        of_tokens = torch.tensor([int(columns[name].shape != shapes[0]) for name in names])
+        are_of_tokens = torch.tensor([int(column.shape != shapes[0]) for column in columns.values()])
         if self.owners is not None:  # a rank may have as many tokens as there are sequences: others know better
-            of_tokens = self.owners.ranks.sum_(of_tokens, "columns of a batch")
-        kinds = dict(zip(names, of_tokens.tolist(), strict=True))
+            are_of_tokens = self.owners.ranks.sum_(are_of_tokens, "columns of a batch")
+        of_tokens = {name for name, yes in zip(columns, are_of_tokens.tolist(), strict=True) if yes}
+        added = {**self.sequence_columns, **self.token_columns, **columns}
+        of_tokens |= self.token_columns.keys() - columns.keys()
         return self.with_(
-            sequence_columns={**self.sequence_columns, **{name: columns[name] for name in names if not kinds[name]}},
-            token_columns={**self.token_columns, **{name: columns[name] for name in names if kinds[name]}},
+            sequence_columns={name: column for name, column in added.items() if name not in of_tokens},
+            token_columns={name: column for name, column in added.items() if name in of_tokens},
         )
 
     def column(self, name: str) -> Tensor | None:

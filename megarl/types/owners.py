@@ -75,7 +75,7 @@ class Owners:
 class Holders:
     """Knows which ranks give the tokens of responses to a batch, before it is made: the first of each replica.
 
-    The others of a replica have them, too. But they come from one rank, so that all that train on a response have the
+    Others of a replica may have them, too. But they come from one rank, so that all that train on a response have the
     same bits of it.
 
     Attributes:
