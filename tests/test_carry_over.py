@@ -371,21 +371,29 @@ def test_a_run_repeats_itself_and_goes_on_with_unfinished_responses(ranks: Ranks
 
 
 @pytest.mark.slow
-def test_responses_under_way_lie_in_a_file_of_their_own(ranks: Ranks, tmp_path: Path) -> None:
-    """Sent from one rank to the others; a checkpoint that has them in another form is refused in one line."""
+def test_responses_under_way_lie_in_files_of_their_own(ranks: Ranks, tmp_path: Path) -> None:
+    """One of each replica; a checkpoint that lacks one, or has them in another form, is refused in one line."""
     _run(ranks, tmp_path / "one", 2, "trainer.total_training_steps=2")
     newest = _checkpoint(tmp_path / "one", 2)
     state = json.loads((newest / "trainer.json").read_text())
-    assert state["carry_over"] == {"next_group": state["carry_over"]["next_group"]}
-    with np.load(newest / "carry_over.npz", allow_pickle=False) as stored:
-        assert len(stored["token_ids"]) == len(stored["logp"]) == stored["length"].sum() > 16
-    manifest = json.loads((newest / "manifest.json").read_text())["files"]
-    assert "carry_over.npz" in manifest
-    (newest / "carry_over.npz").unlink()
-    write_manifest(str(newest), record_files(str(newest), files_of(str(newest))))
+    assert state["carry_over"].keys() == {"next_group", "responses"}
+    files, responses = ("carry_over.npz", "carry_over.00001.npz"), 0
+    for file in files:
+        with np.load(newest / file, allow_pickle=False) as stored:
+            assert len(stored["token_ids"]) == len(stored["logp"]) == stored["length"].sum() > 16
+            responses += len(stored["order"])
+    assert responses == state["carry_over"]["responses"]
+    assert set(files) < json.loads((newest / "manifest.json").read_text())["files"].keys()
     before = metrics_of(tmp_path / "one")
     config = str(tmp_path / "one" / "run.yaml")
     name = f"reward.name={tmp_path / 'one' / 'reward.py'}:score"
+    (newest / files[1]).unlink()
+    write_manifest(str(newest), record_files(str(newest), files_of(str(newest))))
+    results = ranks.run(2, run_here, config, [name, "trainer.total_training_steps=3"])
+    said = f"RunRefused: checkpoint '{newest}': the files of the responses under way do not belong together"
+    assert {ended for ended, _ in results} == {f"{said}: some are missing or twice"}
+    (newest / files[0]).unlink()
+    write_manifest(str(newest), record_files(str(newest), files_of(str(newest))))
     results = ranks.run(2, run_here, config, [name, "trainer.total_training_steps=3"])
     said = f"RunRefused: checkpoint '{newest}': carry_over.npz cannot be read: [Errno 2] No such file or directory: "
     assert {ended for ended, _ in results} == {f"{said}'{newest}/carry_over.npz'"}
