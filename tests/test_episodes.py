@@ -188,7 +188,7 @@ def test_a_turn_from_the_kept_cache_equals_one_from_a_prefill(
 
 
 def _played_with(played: Played, version: int) -> Played:
-    return replace(played, response=played.tokens.with_version(version))
+    return replace(played, response=played.response.with_version(version))
 
 
 def test_what_the_environment_said_is_not_trained_on() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import resource
 import sys
 import time
 from array import array
@@ -19,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -73,8 +73,8 @@ class Stages:
 
 
 def _resident() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
+    nbytes: int = psutil.Process().memory_info().rss
+    return nbytes
 
 
 def _peak() -> int:

@@ -12,9 +12,9 @@ from typing import Protocol
 from megarl.environments.broadcast import Broadcast
 from megarl.parallel.generation_groups import GenerationGroups
 from megarl.rollout.engine import Engine, Request
-from megarl.rollout.gathering import gather_responses, gathered
+from megarl.rollout.gathering import tell_responses
 from megarl.rollout.replicas import OnFinished, sample_seed, share_of
-from megarl.types import Completion, Episode, FinishReason, Outline, Rollout, SamplingParams, Tokens
+from megarl.types import Completion, Episode, FinishReason, Rollout, SamplingParams, Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,16 +43,10 @@ class Played:
     """
 
     prompt_ids: tuple[int, ...] | None = None
-    response: Tokens | Outline = field(default_factory=Tokens)
+    response: Tokens = field(default_factory=Tokens)
     finish_reason: FinishReason = "stop"
     reward: float | None = None
     episode: Episode
-
-    @property
-    def tokens(self) -> Tokens:
-        """Get the response, on a rank that has its tokens."""
-        assert isinstance(self.response, Tokens), "other ranks have the tokens of this response"
-        return self.response
 
     def of(self, rollout: Rollout) -> Rollout:
         """Complete a rollout with this response."""
@@ -152,12 +146,12 @@ class Episodes:
         serve(engine, source, self._broadcast)
         played = {} if source is None else source.played
         own = {
-            (place, number): replace(part, response=part.tokens.with_version(version))
+            (place, number): replace(part, response=part.response.with_version(version))
             for place, parts in played.items()
             for number, part in enumerate(parts)
         }
         parts_of: dict[int, list[Played]] = {}
-        for (place, _), part in self._told(own, everywhere).items():
+        for (place, _), part in tell_responses(self._groups, own, "all episodes", everywhere=everywhere).items():
             parts_of.setdefault(place, []).append(part)
         results = []
         for place, rollout in enumerate(rollouts):
@@ -166,14 +160,6 @@ class Episodes:
             if on_finished is not None and place in played:
                 on_finished(place, parts[-1])
         return results
-
-    def _told(self, own: Mapping[tuple[int, int], Played], everywhere: bool) -> Mapping[tuple[int, int], Played]:
-        """Gather the parts of all episodes."""
-        world, what = self._groups.world, "all episodes"
-        if everywhere:
-            return gather_responses(world, own, what)
-        outlines = {key: replace(part, response=part.tokens.outline(self._groups.replica)) for key, part in own.items()}
-        return {**gathered(world, outlines, what), **own}
 
     def close(self) -> None:
         """Give back what the sources took."""

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from megarl.parallel.generation_groups import GenerationGroups
 from megarl.parallel.world import World
 from megarl.types import Tokens
 
@@ -22,6 +23,21 @@ Responded = TypeVar("Responded", bound=Any)
 def gathered(world: World, mine: Mapping[Key, Value], what: str) -> dict[Key, Value]:
     """Gather small things that each rank has, by keys that no other rank has, in rank order."""
     return {key: value for part in world.all_gather(mine, what) for key, value in part.items()}
+
+
+def tell_responses(
+    groups: GenerationGroups, mine: Mapping[Key, Responded], what: str, *, everywhere: bool
+) -> dict[Key, Responded]:
+    """Tell every rank of the responses that this rank's replica has; its first rank tells of all.
+
+    Args:
+        everywhere: with all tokens; else other replicas' are outlines.
+    """
+    told = mine if groups.tp_rank == 0 else {}
+    if everywhere:
+        return gather_responses(groups.world, told, what)
+    outlines = {key: replace(value, response=value.response.outline(groups.replica)) for key, value in told.items()}
+    return {**gathered(groups.world, outlines, what), **mine}
 
 
 def gather_responses(world: World, mine: Mapping[Key, Responded], what: str) -> dict[Key, Responded]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from megarl.parallel.generation_groups import GenerationGroups
 from megarl.rollout.engine import Engine, Request
-from megarl.rollout.gathering import gather_responses, gathered
+from megarl.rollout.gathering import tell_responses
 from megarl.types import Completion, Outline, Prompt, Rollout, SamplingParams, Tokens
 
 OnFinished = Callable[[int, Rollout], None]
@@ -92,15 +92,15 @@ def generate_rollouts(
     for i, completion in _generate(engine, mine, params, share):
         completions[i] = completion
         if on_finished is not None and groups.tp_rank == 0 and completion.finish_reason is not None:
-            on_finished(i, _continued(mine[i], completion, version))
-    if everywhere:
-        everyone = gather_responses(groups.world, completions if groups.tp_rank == 0 else {}, "all completions")
-        return [_continued(r, everyone[i], version) if i in everyone else r for i, r in enumerate(rollouts)]
-    own = {i: _continued(mine[i], completion, version) for i, completion in completions.items() if completion.response}
-    outlines = {i: (r.tokens.outline(groups.replica), r.finish_reason) for i, r in own.items()}
-    told = gathered(groups.world, outlines if groups.tp_rank == 0 else {}, "what all replicas generated")
-    others = {i: replace(rollouts[i], response=told[i][0], finish_reason=told[i][1]) for i in told.keys() - own.keys()}
-    return [own.get(i) or others.get(i) or rollout for i, rollout in enumerate(rollouts)]
+            response = completion.response.with_version(version)
+            on_finished(i, _continued(mine[i], replace(completion, response=response)))
+    own = {
+        i: replace(completion, response=completion.response.with_version(version))
+        for i, completion in completions.items()
+        if everywhere or completion.response  # of one that has not begun there is nothing to tell
+    }
+    everyone = tell_responses(groups, own, "all completions", everywhere=everywhere)
+    return [_continued(r, everyone[i]) if i in everyone else r for i, r in enumerate(rollouts)]
 
 
 def brought(groups: GenerationGroups, rollouts: Sequence[Rollout]) -> list[Rollout]:
@@ -183,9 +183,8 @@ def _generate(
             yield i, completion
 
 
-def _continued(rollout: Rollout, completion: Completion, version: int) -> Rollout:
-    response = completion.response.with_version(version)
-    return replace(rollout, response=response, finish_reason=completion.finish_reason)
+def _continued(rollout: Rollout, completion: Completion) -> Rollout:
+    return replace(rollout, response=completion.response, finish_reason=completion.finish_reason)
 
 
 def sample_seed(seed: int, round_: int, prompt: int, sample: int, draw: int = 0) -> int:

@@ -13,6 +13,9 @@ from torch import Tensor
 
 Blocks = tuple[tuple[int, ...], ...]
 
+Spans = dict[int, list[tuple[int, int]]]
+"""For a rank: where each of some sequences begins, and how many tokens it has."""
+
 
 class Ranks(Protocol):
     """Exchanges tensors on the host between a job's ranks (`megarl.parallel.world.World`)."""
@@ -121,15 +124,21 @@ def moved(columns: Mapping[str, Tensor], lengths: Tensor, had: Owners, wanted: O
     """
     assert bool((had.block_of[wanted.own] >= 0).all()), "no rank has some of the tokens"
     if len(had.blocks) == 1 and len(had.blocks[0]) == had.ranks.size:  # every rank has all
-        spans = list(zip(starts_of(had.own, lengths)[wanted.own].tolist(), lengths[wanted.own].tolist(), strict=True))
+        spans = _spans(wanted.own, starts_of(had.own, lengths), lengths)
         return {name: _cut(column, spans) for name, column in columns.items()}
+    sent, got = _sent(had, wanted), _got(had, wanted)
+    starts, places = starts_of(had.own, lengths), starts_of(wanted.own, lengths)
     count, of_block = int(lengths[wanted.own].sum()), int(lengths[wanted.block_of >= 0].sum()) // len(wanted.blocks)
     received = {}
     for name, column in columns.items():
-        received[name] = column.new_empty(count, *column.shape[1:])
+        out = received[name] = column.new_empty(count, *column.shape[1:])
         rounds = 1 + of_block * _bytes_of_token(column) // _AT_ONCE  # the same on every rank
-        for some in torch.arange(len(lengths)).chunk(rounds):
-            _move(column, received[name], lengths, had, wanted, some)
+        at_once = max(1, -(-len(lengths) // rounds))
+        for first in range(0, len(lengths), at_once):
+            some = range(first, first + at_once)
+            given = {taker: _spans(_among(sequences, some), starts, lengths) for taker, sequences in sent.items()}
+            arriving = {giver: _spans(_among(sequences, some), places, lengths) for giver, sequences in got.items()}
+            _exchange(column, out, given, arriving, had.ranks)
     return received
 
 
@@ -137,29 +146,52 @@ _AT_ONCE = 32 * 2**20
 """Bytes of a column that a block gets in one exchange, about."""
 
 
-def _move(column: Tensor, received: Tensor, lengths: Tensor, had: Owners, wanted: Owners, some: Tensor) -> None:
-    """Send the tokens of some neighbouring sequences into their places among those that are `received`."""
-    rank, each = had.ranks.rank, _bytes_of_token(column)
-    parts, sizes = [torch.empty(0, dtype=torch.uint8)] * had.ranks.size, [0] * had.ranks.size
-    if had.block >= 0:
-        own, starts = some[had.block_of[some] == had.block], starts_of(had.own, lengths)
-        for taker, place, block in wanted.members():
-            if _giver(taker, place, had, had.block) == rank:
-                sent = own[wanted.block_of[own] == block]
-                spans = list(zip(starts[sent].tolist(), lengths[sent].tolist(), strict=True))
-                parts[taker] = _cut(column, spans).flatten().view(torch.uint8)
-    given: dict[int, Tensor] = {}
-    if wanted.block >= 0:
-        own, place = some[wanted.block_of[some] == wanted.block], wanted.blocks[wanted.block].index(rank)
-        given = {_giver(rank, place, had, block): own[had.block_of[own] == block] for block in range(len(had.blocks))}
-    for giver, sequences in given.items():
-        sizes[giver] = int(lengths[sequences].sum()) * each
-    arrived = had.ranks.exchange(parts, sizes, "tokens of other ranks")
-    places = starts_of(wanted.own, lengths)
-    for giver, sequences in given.items():
-        pieces = arrived[giver].view(column.dtype).view(-1, *column.shape[1:]).split(lengths[sequences].tolist())
-        for at, piece in zip(places[sequences].tolist(), pieces, strict=True):
-            received[at : at + len(piece)] = piece
+def _sent(had: Owners, wanted: Owners) -> dict[int, Tensor]:
+    """List the sequences whose tokens this rank gives to each rank, itself included."""
+    return {
+        taker: had.own[wanted.block_of[had.own] == block]
+        for taker, place, block in wanted.members()
+        if had.block >= 0 and _giver(taker, place, had, had.block) == had.ranks.rank
+    }
+
+
+def _got(had: Owners, wanted: Owners) -> dict[int, Tensor]:
+    """List the sequences whose tokens this rank gets from each rank, itself included."""
+    if wanted.block < 0:
+        return {}
+    rank, had_by = had.ranks.rank, had.block_of[wanted.own]
+    place = wanted.blocks[wanted.block].index(rank)
+    return {_giver(rank, place, had, block): wanted.own[had_by == block] for block in range(len(had.blocks))}
+
+
+def _among(sequences: Tensor, some: range) -> Tensor:
+    """Keep of ascending sequences those in a range."""
+    first, after = torch.searchsorted(sequences, torch.tensor([some.start, some.stop])).tolist()
+    return sequences[first:after]
+
+
+def _spans(sequences: Tensor, starts: Tensor, lengths: Tensor) -> list[tuple[int, int]]:
+    """List where each sequence begins, and how many tokens it has."""
+    return list(zip(starts[sequences].tolist(), lengths[sequences].tolist(), strict=True))
+
+
+def _exchange(column: Tensor, out: Tensor, given: Spans, arriving: Spans, ranks: Ranks) -> None:
+    """Send tokens of a column to other ranks, and put those that arrive into their places.
+
+    Args:
+        given: which tokens each rank gets.
+        arriving: where those of each rank belong in `out`.
+    """
+    parts, sizes = [torch.empty(0, dtype=torch.uint8)] * ranks.size, [0] * ranks.size
+    for taker, spans in given.items():
+        parts[taker] = _cut(column, spans).flatten().view(torch.uint8)
+    for giver, spans in arriving.items():
+        sizes[giver] = sum(n for _, n in spans) * _bytes_of_token(column)
+    arrived = ranks.exchange(parts, sizes, "tokens of other ranks")
+    for giver, spans in arriving.items():
+        pieces = arrived[giver].view(column.dtype).view(-1, *column.shape[1:]).split([n for _, n in spans])
+        for (at, n), piece in zip(spans, pieces, strict=True):
+            out[at : at + n] = piece
 
 
 def _cut(column: Tensor, spans: list[tuple[int, int]]) -> Tensor:

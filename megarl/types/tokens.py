@@ -72,11 +72,12 @@ class Tokens:
         Args:
             holder: the replica that does.
         """
+        digest = self.digest
         return Outline(
             holder=holder,
             length=len(self),
-            digest=self.digest,
-            digest_of_last_turn=self.last_turn.digest,
+            digest=digest,
+            digest_of_last_turn=digest if self.sampled is None else self.last_turn.digest,
             observed_count=self.observed_count,
             versions=self.versions,
             routed=None if self.routed is None else replace(self.routed, data=b""),
