@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from architectures import changed
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from ranks import Ranks
 from selection import quick
 from small_disk import fill, small_disk
@@ -53,6 +54,7 @@ from megarl.checkpoint.folder import (
 from megarl.checkpoint.manifest import FORMAT, files_of, record_files, write_manifest
 from megarl.models.architecture import Architecture
 from megarl.models.kernels import transformer_engine_available
+from megarl.models.parameter_names import ParameterNames
 
 
 def fake(run_dir: Path, step: int, at: Callable[[int], Position] = rl_step) -> Path:
@@ -403,6 +405,35 @@ def test_experts_over_ranks_are_read_in_any_layout(ranks: Ranks, tmp_path: Path)
         Case(cp=2, dp=2, ep=2),
     ]
     assert ranks.run(4, _layouts, str(tmp_path), cases, WITH_EXPERTS)[0][0] == [True] * 5
+
+
+@pytest.mark.parametrize("arch", [WITH_EXPERTS, SOME_WITH_EXPERTS, LATENT, LINEAR], ids=lambda arch: arch.family)
+def test_norms_are_stored_by_the_names_of_transformer_engine(ranks: Ranks, arch: Architecture) -> None:
+    names = ParameterNames(fused_norms=True)
+    norms = {
+        f"decoder.layers.{i}.{name(layer)}"
+        for i, layer in enumerate(arch.each_layer)
+        for name in (names.input_norm, names.mlp_norm)
+    }
+    others = {
+        f"decoder.layers.{i}.{name}"
+        for i, layer in enumerate(arch.each_layer)
+        for part in (layer.attention, layer.mlp)
+        for name in (part.fused_norm, "input_layernorm.weight", "pre_mlp_layernorm.weight")
+    }
+    stored = set(ranks.run(1, _stored_names, arch)[0])
+    assert norms <= stored, sorted(norms - stored)
+    assert not stored & (others - norms), sorted(stored & (others - norms))
+
+
+def _stored_names(arch: Architecture) -> list[str]:
+    with actor_in(Case(config={"actor": {"megatron": {"transformer_engine": "none"}}}), arch) as actor:
+        states = actor.sharded_weights()
+    tensors = [x for state in states.values() for x in state.values() if isinstance(x, ShardedTensor)]
+    # layers that are alike are one tensor, whose first axis is the layer
+    return [
+        x.key.replace("layers.", f"layers.{x.global_offset[0]}.", 1) if x.prepend_axis_num else x.key for x in tensors
+    ]
 
 
 @pytest.mark.skipif(not transformer_engine_available(), reason="needs a GPU and Transformer Engine")

@@ -72,6 +72,10 @@ def _torch_layer(kind: Layer) -> ModuleSpec:
     module = get_gpt_layer_local_spec(normalization="RMSNorm", **_spec_arguments(kind))
     parts = module.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm if kind.input_norms else IdentityOp
+    # a checkpoint has norms by Transformer Engine's names, which fuses them with some parts; Megatron-Core's map does
+    # so for experts and latent attention, too
+    stored = {"input_layernorm.weight": kind.attention.fused_norm, "pre_mlp_layernorm.weight": kind.mlp.fused_norm}
+    parts.sharded_state_dict_keys_map = {name: fused for name, fused in stored.items() if fused}
     if isinstance(kind.mlp, StackedExperts):
         _submodules(_submodules(parts.mlp).experts).linear_fc2 = ExpertOutput
     if kind.output_norms:
