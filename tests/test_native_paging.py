@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from selection import quick
@@ -15,7 +18,8 @@ from megarl.models.sizes import BLOCK_SIZE, blocks_for
 from megarl.rollout.engine import Request
 from megarl.rollout.native import cache_size, engine
 from megarl.rollout.native.blocks import SCRATCH_BLOCK
-from megarl.rollout.native.scheduler import Admission, Running, Scheduler
+from megarl.rollout.native.scheduler import Admission, Scheduler
+from megarl.rollout.native.slots import Rows
 from megarl.types import Completion, SamplingParams
 
 
@@ -26,8 +30,11 @@ def scheduler_of(prompts: list[list[int]], params: SamplingParams = GREEDY, **li
     return scheduler
 
 
-def draw(scheduler: Scheduler, token: int = 5) -> dict[int, Completion]:
-    return scheduler.advance([(token, 0.0)] * len(scheduler.running))
+def draw(scheduler: Scheduler, *tokens: int) -> dict[int, Completion]:
+    """Draw a token for each running request that may have another: all the same, or each its own."""
+    rows = scheduler.next_rows()
+    ids = np.resize(np.array(tokens or [5], dtype=np.int32), len(rows))
+    return scheduler.advance(rows, ids, np.zeros(len(rows), dtype=np.float32))
 
 
 def prompts_computed(admission: Admission) -> list[list[int]]:
@@ -38,14 +45,14 @@ def prompts_computed(admission: Admission) -> list[list[int]]:
 
 
 def test_a_prompt_is_computed_once_for_all_its_samples() -> None:
-    scheduler = scheduler_of([[1, 2, 3]] * 8, max_num_seqs=6)
+    scheduler = scheduler_of([[1, 2, 3]], replace(GREEDY, max_tokens=13), max_num_seqs=6)
+    scheduler.submit([Request(key=i, prompt=[1, 2, 3], params=GREEDY, seed=0) for i in range(1, 8)])
     admission = scheduler.admit()
     assert prompts_computed(admission) == [[1, 2]] and len(admission.entered) == 6
     assert (admission.copies.sources, admission.copies.targets) == ([1] * 5, [2, 3, 4, 5, 6])
-    for _ in range(11):
+    for _ in range(12):
         draw(scheduler)
-    scheduler.running[0].token_ids.pop()  # all but the first sequence now finish
-    draw(scheduler)
+    assert len(scheduler.running) == 1  # all but the first sequence have finished
     admission = scheduler.admit()  # the two that waited copy from it while it runs
     assert admission.computed == [] and admission.copies.sources == [1, 1]
 
@@ -92,11 +99,11 @@ def test_the_youngest_is_cut_short_and_enters_again_with_its_response() -> None:
     for token in range(3):
         draw(scheduler, token)
         scheduler.admit()
-    assert [len(r.blocks) for r in scheduler.running] == [2, 2] and scheduler.running[0].position == 17
+    assert [len(r.blocks) for r in scheduler.running] == [2, 2] and len(scheduler.under_way()[0]) == 3
     for token in range(3, 17):
         draw(scheduler, token)
         scheduler.admit()
-    assert scheduler.running[0].position == 31
+    assert len(scheduler.under_way()[0]) == 17
     draw(scheduler, 17)
     admission = scheduler.admit()  # no block is left, and both want one
     assert [r.request.key for r in scheduler.running] == [0] and admission.entered == []
@@ -156,22 +163,44 @@ def test_no_block_is_written_by_two_or_lost(seed: int) -> None:
     scheduler = scheduler_of(
         prompts, SamplingParams(max_tokens=40, stop_token_ids=(1,)), blocks=blocks_for(80) + 4, max_num_seqs=8
     )
-    made: dict[int, Completion] = {}
+    made, steps = dict[int, Completion](), StepsAhead(scheduler, lambda: int(rng.random() < 0.03))
     while scheduler.busy:
-        _check_blocks(scheduler.admit(), scheduler.running)
-        assert scheduler.running
-        made |= scheduler.advance([(int(rng.random() < 0.03), 0.0) for _ in scheduler.running])
+        made |= steps.step()
     assert len(made) == len(prompts)
-    assert scheduler._pool.free == blocks_for(80) + 3 and len(scheduler._slots) == 8
+    assert scheduler._pool.free == blocks_for(80) + 3 and scheduler._slots.free == 8
 
 
-def _check_blocks(admission: Admission, running: list[Running]) -> None:
-    written = [r.blocks[-1] for r in running] + list(admission.copies.targets)
-    held = [block for r in running for block in r.blocks]
-    assert all(len(r.blocks) == blocks_for(r.position + 1) for r in running)
-    assert len({r.slot for r in running}) == len(running) and SCRATCH_BLOCK not in held
-    assert all(held.count(block) == 1 for block in written)
-    assert not set(admission.copies.sources) & set(admission.copies.targets)
+class StepsAhead:
+    """Begins a step before it tells the scheduler of the one before, as the engine does, and checks who has blocks."""
+
+    def __init__(self, scheduler: Scheduler, token: Callable[[], int]) -> None:
+        self._scheduler, self._token = scheduler, token
+        self.begun: Rows | None = None
+
+    def step(self) -> dict[int, Completion]:
+        rows, self.begun = self.begun or self._begin(), self._begin()
+        made = {}
+        if rows is not None:
+            ids = np.array([self._token() for _ in range(len(rows))], dtype=np.int32)
+            made = self._scheduler.advance(rows, ids, np.zeros(len(rows), dtype=np.float32))
+        if not self._scheduler.running:
+            self.begun = None
+        return made
+
+    def _begin(self) -> Rows | None:
+        admission, scheduler = self._scheduler.admit(), self._scheduler
+        assert scheduler.running
+        held = [block for r in scheduler.running for block in r.blocks]
+        rows = scheduler.next_rows()
+        holders = {r.slot: r for r in scheduler.running}
+        assert len(holders) == len(scheduler.running) and SCRATCH_BLOCK not in held
+        written = list(admission.copies.targets)
+        for _, position, slot, block, *_ in rows.table:
+            assert len(holders[slot].blocks) == blocks_for(position + 1) and holders[slot].blocks[-1] == block
+            written.append(block)
+        assert all(held.count(block) == 1 for block in written)
+        assert not set(admission.copies.sources) & set(admission.copies.targets)
+        return rows if len(rows) else None
 
 
 # ------------------------------------------------------------------------------------------------------ size of cache

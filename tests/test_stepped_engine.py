@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import Ranks
 from selection import quick
-from test_native_paging import _check_blocks
+from test_native_paging import StepsAhead, draw
 from tiny_engines import GREEDY, GROUPS, MIXED, SAMPLED, assert_same, engine_of, prompts_of, text_of
 from tiny_families import ARCHITECTURES
 
@@ -81,15 +82,16 @@ def test_rules_and_kinds_are_those_of_the_requests_that_are_there() -> None:
     scheduler = Scheduler(max_num_seqs=5, max_num_batched_tokens=64, blocks=100, decode=text_of)
     scheduler.submit([Request(key=0, prompt=(5, 6), params=replace(LONG, max_tokens=1000), seed=0)])
     for i in range(1, 20):
-        way = replace(LONG, max_tokens=i, temperature=0.5 if i == 3 else LONG.temperature)
+        way = replace(LONG, max_tokens=i, temperature=(t := 0.5 if i == 3 else LONG.temperature))
         scheduler.submit([Request(key=i, prompt=(5, 6), params=way, seed=i)])
         scheduler.admit()
-        assert len(scheduler._rules) == 2 and scheduler.one_kind == (i != 3)
+        rows = scheduler.next_rows()
+        assert len(scheduler._rules) == 2 and [scheduler.kinds[kind].temperature for kind in rows.kinds] == [0.9, t]
+        scheduler.advance(rows, np.array([7, 7], dtype=np.int32), np.zeros(2, dtype=np.float32))
         while len(scheduler.running) == 2:
-            scheduler.advance([(7, 0.0)] * 2)
             scheduler.admit()
-        assert scheduler.one_kind
-    assert len(scheduler._rules) == 1
+            draw(scheduler, 7)
+    assert len(scheduler._rules) == 1 and len(scheduler.kinds) == 2
 
 
 def test_each_request_is_sampled_in_its_own_way() -> None:
@@ -206,17 +208,15 @@ def test_no_block_is_lost_over_turns_interruptions_and_evictions(seed: int) -> N
         i: Request(key=i, prompt=prompts[i % 6], params=params[0], seed=i, keep=rng.random() < 0.6) for i in range(30)
     }
     scheduler.submit(list(requests.values()))
-    finished = 0
+    finished, steps = 0, StepsAhead(scheduler, lambda: int(rng.random() < 0.05))
     for _ in range(2000):
         if not scheduler.busy:
             break
-        _check_blocks(scheduler.admit(), scheduler.running)
-        for r in scheduler.running:
-            assert r.position < len(r.blocks) * 16
-        made = scheduler.advance([(int(rng.random() < 0.05), 0.0) for _ in scheduler.running])
+        made = steps.step()
         if rng.random() < 0.03:
             made |= scheduler.interrupt()
             assert not scheduler.busy
+            steps.begun = None
         again = []
         for key, completion in made.items():
             request = requests[key]
@@ -232,7 +232,7 @@ def test_no_block_is_lost_over_turns_interruptions_and_evictions(seed: int) -> N
             again.append(requests[key])
         scheduler.submit(again)
     assert finished == 30 and not scheduler.busy
-    assert scheduler._pool.free == blocks and len(scheduler._slots) == 5 and not scheduler._kept
+    assert scheduler._pool.free == blocks and scheduler._slots.free == 5 and not scheduler._kept
 
 
 def test_waking_forgets_what_is_kept() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -15,24 +14,24 @@ from torch import Tensor
 from megarl.models.architecture import Architecture
 from megarl.models.sizes import BLOCK_SIZE
 from megarl.models.weights import buffers
+from megarl.parallel.upload import upload
 from megarl.rollout.engine import Engine, Request, Share, share_nothing
 from megarl.rollout.expert_record import empty_record
 from megarl.rollout.native import kernels
 from megarl.rollout.native.blocks import SCRATCH_BLOCK
 from megarl.rollout.native.cache_size import cache_blocks
 from megarl.rollout.native.graphs import DecodeGraphs, bucket
+from megarl.rollout.native.in_flight import InFlight
 from megarl.rollout.native.kv_cache import KVCache
 from megarl.rollout.native.model import Decoder, parameter_shapes
 from megarl.rollout.native.parts.part import Attention
 from megarl.rollout.native.passes import PassesByLayer
 from megarl.rollout.native.sampler import Sample, sample
 from megarl.rollout.native.scheduler import Admission, Running, Scheduler
+from megarl.rollout.native.slots import COLUMNS, ON_DEVICE, POSITION, Rows
 from megarl.rollout.requests import check_requests
 from megarl.rollout.stop_strings import Decode
 from megarl.types import Completion, SamplingParams
-
-COLUMNS = 6
-"""A decode step's row holds the newest token, its position, slot, block, the request's seed, number of drawn tokens."""
 
 
 class NativeEngine(Engine):
@@ -98,6 +97,8 @@ class NativeEngine(Engine):
         self._passes = PassesByLayer(arch, max_model_len=max_model_len, dtype=dtype, device=self._device)
         self._cache: KVCache | None = None
         self._scheduler: Scheduler | None = None
+        self._newest = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)  # drawn for each slot
+        self._in_flight: InFlight | None = None
         self._graphs: DecodeGraphs | None = None
         if kernels.on(self._device) and self._passes.graphs and not enforce_eager:
             self._graphs = DecodeGraphs(self._logits, rows=max_num_seqs, columns=COLUMNS, device=self._device)
@@ -148,7 +149,7 @@ class NativeEngine(Engine):
     def sleep(self, *, release_weights: bool = False) -> None:
         if self._graphs is not None:
             self._graphs.forget()
-        self._cache = self._scheduler = None
+        self._cache = self._scheduler = self._in_flight = None
         if release_weights:
             # The storage goes, the tensors stay: callers of `parameters` can write to them after waking.
             for p in self._own.values():
@@ -168,15 +169,21 @@ class NativeEngine(Engine):
 
     @torch.inference_mode()
     def step(self) -> Mapping[int, Completion]:
-        scheduler, cache = self._scheduler, self._cache
-        assert scheduler is not None and cache is not None, "wake() before step()"
-        self._prefill(cache, scheduler.admit())
-        return scheduler.advance(self._decode(scheduler.running, one_kind=scheduler.one_kind))
+        assert self._scheduler is not None, "wake() before step()"
+        drawn = self._in_flight or self._decode_next(self._scheduler)
+        assert drawn is not None, "submit() before step()"
+        # while the host looks at what was drawn, the device draws what follows
+        self._in_flight = self._decode_next(self._scheduler)
+        finished = self._scheduler.advance(drawn.rows, *drawn.wait())
+        if not self._scheduler.running:
+            self._in_flight = None
+        return finished
 
     def under_way(self) -> Mapping[int, Sequence[int]]:
-        return {} if self._scheduler is None else {r.request.key: r.token_ids for r in self._scheduler.running}
+        return {} if self._scheduler is None else self._scheduler.under_way()
 
     def interrupt(self) -> Mapping[int, Completion]:
+        self._in_flight = None
         return {} if self._scheduler is None else self._scheduler.interrupt()
 
     def forget(self, keys: Iterable[int]) -> None:
@@ -191,11 +198,11 @@ class NativeEngine(Engine):
             slots, sequences = zip(*computed, strict=True)
             lengths = [len(s) for s in sequences]
             attention = self._passes.prefill(cache, slots=slots, lengths=lengths)
-            tokens = torch.tensor([token for s in sequences for token in s], device=self._device)
+            tokens = upload(torch.tensor([token for s in sequences for token in s]), self._device)
             routed = self._forward(tokens, attention)[1]
             if routed is not None:
-                slot_of_token = torch.tensor(slots).repeat_interleave(torch.tensor(lengths)).to(self._device)
-                positions = torch.cat([torch.arange(n) for n in lengths]).to(self._device)
+                slot_of_token = upload(torch.tensor(slots).repeat_interleave(torch.tensor(lengths)), self._device)
+                positions = upload(torch.cat([torch.arange(n) for n in lengths]), self._device)
                 cache.write_routed(slot_of_token, positions, routed)
         cache.copy(admission.copies, admission.state_copies)
         rows = [
@@ -206,32 +213,41 @@ class NativeEngine(Engine):
         # Compute them as decode steps do the newest tokens, several rows of a sequence at a time: the keys of all rows
         # are in the cache before a row attends, up to its own position.
         for start in range(0, len(rows), self._max_num_seqs):
-            part = rows[start : start + self._max_num_seqs]
-            self._hidden(_int64(part).to(self._device), longest=max(position for _, position, *_ in part) + 1)
+            part = torch.tensor(rows[start : start + self._max_num_seqs])
+            self._hidden(upload(part, self._device), longest=int(part[:, POSITION].max()) + 1)
 
-    def _decode(self, running: Sequence[Running], *, one_kind: bool) -> list[tuple[int, float]]:
-        """Draw the next (token, logp) of every running request.
-
-        Args:
-            one_kind: the tokens of all requests are drawn alike.
-        """
-        table = [(r.newest, r.position, r.slot, r.blocks[-1], r.request.seed, len(r.token_ids)) for r in running]
+    def _decode_next(self, scheduler: Scheduler) -> InFlight | None:
+        """Let requests enter, and begin a decode step of all that go on; None: none does."""
+        assert self._cache is not None
+        self._prefill(self._cache, scheduler.admit())
+        rows = scheduler.next_rows()
+        if not len(rows):
+            return None
+        table = torch.from_numpy(rows.table)
         if self._graphs is None:
-            rows = _int64(table).to(self._device)
-            logits = self._logits(rows, longest=max(r.position for r in running) + 1)
+            on_device = upload(table, self._device)
+            logits = self._logits(on_device, longest=int(table[:, POSITION].max()) + 1)
         else:
-            filling = bucket(len(running), self._max_num_seqs) - len(running)
-            table += [(0, 0, self._max_num_seqs, SCRATCH_BLOCK, 0, 0)] * filling
-            rows, logits = self._graphs(_int64(table))
-        *_, seeds, drawn = rows[: len(running)].unbind(1)
-        logits = logits[: len(running)]
-        if one_kind:
-            out = sample(logits, running[0].request.params, seeds=seeds, positions=drawn)
-        else:
-            out = _sample_each(logits, [r.request.params for r in running], seeds=seeds, positions=drawn)
-        # The step's only wait for the device. float64 holds every token id.
-        drawn_rows = torch.stack((out.token_ids.double(), out.logp.double()), dim=1).tolist()
-        return [(int(token), logp) for token, logp in drawn_rows]
+            filling = torch.tensor([[0, 0, self._max_num_seqs, SCRATCH_BLOCK, 0, 0]])
+            count = bucket(len(rows), self._max_num_seqs) - len(rows)
+            on_device, logits = self._graphs(torch.cat((table, filling.expand(count, -1))))
+        _, _, slots, _, seeds, counts = on_device[: len(rows)].unbind(1)
+        drawn = self._sample(scheduler.kinds, rows, logits[: len(rows)], seeds=seeds, positions=counts)
+        self._newest[slots] = drawn.token_ids
+        return InFlight(rows, drawn)
+
+    def _sample(self, kinds: Sequence[SamplingParams], rows: Rows, logits: Tensor, **places: Tensor) -> Sample:
+        """Call `sample` for each kind of rows that are drawn alike."""
+        if (rows.kinds == rows.kinds[0]).all():
+            return sample(logits, kinds[rows.kinds[0]], **places)
+        token_ids = torch.empty(len(rows), dtype=torch.int64, device=self._device)
+        logp = torch.empty(len(rows), device=self._device)
+        of_row = torch.from_numpy(rows.kinds)
+        for kind in of_row.unique():
+            which = upload((of_row == kind).nonzero().flatten(), self._device)
+            out = sample(logits[which], kinds[kind], **{name: x[which] for name, x in places.items()})
+            token_ids[which], logp[which] = out.token_ids, out.logp
+        return Sample(token_ids=token_ids, logp=logp)
 
     def _logits(self, rows: Tensor, longest: int | None = None) -> Tensor:
         """Compute the logits of a decode step: int64 [B, COLUMNS] -> [B, vocab_size].
@@ -245,7 +261,8 @@ class NativeEngine(Engine):
         """Compute the last hidden state of a decode step, [B, hidden], and fill the cache."""
         cache = self._cache
         assert cache is not None
-        tokens, positions, slots, blocks, *_ = rows.unbind(1)
+        given, positions, slots, blocks, *_ = rows.unbind(1)
+        tokens = torch.where(given == ON_DEVICE, self._newest[slots], given)
         cache.grow(slots, positions, blocks)
         attention = self._passes.decode(
             cache, slots=slots, positions=positions, blocks=blocks, longest=longest or self._max_model_len
@@ -279,21 +296,3 @@ class NativeEngine(Engine):
         if len(so_far) < r.position:
             so_far = so_far.followed_by(self._cache.read_routed(r.blocks, len(so_far), r.position))
         r.routed = so_far
-
-
-def _sample_each(logits: Tensor, params: Sequence[SamplingParams], *, seeds: Tensor, positions: Tensor) -> Sample:
-    """Call `sample` for each kind of rows that are drawn alike."""
-    token_ids, logp = torch.empty_like(seeds), torch.empty(len(seeds), device=logits.device)
-    kinds: dict[tuple[float, float, int], list[int]] = {}
-    for i, row in enumerate(params):
-        kinds.setdefault((row.temperature, row.top_p, row.top_k), []).append(i)
-    for places in kinds.values():
-        rows = torch.tensor(places, device=logits.device)
-        out = sample(logits[rows], params[places[0]], seeds=seeds[rows], positions=positions[rows])
-        token_ids[rows], logp[rows] = out.token_ids, out.logp
-    return Sample(token_ids=token_ids, logp=logp)
-
-
-def _int64(table: Sequence[tuple[int, ...]]) -> Tensor:
-    """Make a tensor through numpy, which reads a table of integers several times faster than torch does."""
-    return torch.from_numpy(np.array(table, dtype=np.int64))

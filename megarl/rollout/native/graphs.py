@@ -44,7 +44,7 @@ class DecodeGraphs:
             rows: int64 [bucket, columns], on the host.
         """
         inputs = self._inputs[: len(rows)]
-        inputs.copy_(rows)
+        inputs.copy_(rows.pin_memory(), non_blocking=True)
         if len(rows) not in self._graphs:
             self._graphs[len(rows)] = self._capture(inputs)
         graph, output = self._graphs[len(rows)]
@@ -52,7 +52,9 @@ class DecodeGraphs:
         return inputs, output
 
     def forget(self) -> None:
-        """Drop the graphs, before memory that the step reads is given back."""
+        """Drop the graphs, before memory that the step reads is given back; one may still run."""
+        if self._graphs:
+            torch.cuda.synchronize()
         self._graphs.clear()
 
     def _capture(self, inputs: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:

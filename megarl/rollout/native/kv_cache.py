@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megarl.models.architecture import Architecture
 from megarl.models.sizes import BLOCK_SIZE, blocks_for
+from megarl.parallel.upload import upload
 from megarl.rollout.native.blocks import SCRATCH_BLOCK
 from megarl.rollout.native.scheduler import Copies, Running
 from megarl.types.routed_experts import Choices, RoutedExperts
@@ -75,8 +76,8 @@ class KVCache:
         self._reach(max(max(r.blocks, default=SCRATCH_BLOCK) for r in sequences))
         width = max(len(r.blocks) for r in sequences)
         rows = [[*r.blocks, *([SCRATCH_BLOCK] * (width - len(r.blocks)))] for r in sequences]
-        slots = torch.tensor([r.slot for r in sequences], device=self.tables.device)
-        self.tables[slots, :width] = torch.tensor(rows, dtype=torch.int32, device=self.tables.device)
+        slots = upload(torch.tensor([r.slot for r in sequences]), self.tables.device)
+        self.tables[slots, :width] = upload(torch.tensor(rows, dtype=torch.int32), self.tables.device)
         for state in self._each_state():
             state[slots] = 0
 
@@ -140,13 +141,13 @@ class KVCache:
     def copy(self, blocks: Copies, slots: Copies) -> None:
         """Copy the blocks and the states of slots that the scheduler planned to copy."""
         if blocks.sources:
-            source, target = torch.tensor([blocks.sources, blocks.targets], device=self.tables.device)
+            source, target = upload(torch.tensor([blocks.sources, blocks.targets]), self.tables.device)
             for layer in self.layers:
                 layer.index_copy_(1, target, layer.index_select(1, source))
             if self.routed is not None:
                 self.routed[target] = self.routed[source]
         if slots.sources:
-            source, target = torch.tensor([slots.sources, slots.targets], device=self.tables.device)
+            source, target = upload(torch.tensor([slots.sources, slots.targets]), self.tables.device)
             for state in self._each_state():
                 state.index_copy_(0, target, state.index_select(0, source))
 

@@ -1,4 +1,7 @@
-"""Batches requests continuously: decides which run, and which blocks of the KV cache they hold. Pure Python.
+"""Batches requests continuously: decides which run, and which blocks of the KV cache they hold. On the host alone.
+
+A decode step begins before the host knows what the one before has drawn. A sequence that this finishes is in one more
+step, whose token nobody takes. Until then it keeps its blocks.
 
 Every decision follows from the requests, the size of the cache and the tokens drawn so far, which are the same on all
 ranks of a replica, so the ranks stay in step without talking about it.
@@ -12,30 +15,23 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from weakref import WeakValueDictionary
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megarl.models.sizes import BLOCK_SIZE, blocks_for
 from megarl.rollout.engine import Request
 from megarl.rollout.native.blocks import BlockPool
+from megarl.rollout.native.slots import BLOCK, DRAWN, SLOT, Ints, Rows, Slots
 from megarl.rollout.stop_strings import Decode, StopStrings
 from megarl.types import Completion, FinishReason, RoutedExperts, SamplingParams
 
 
 class StopRules:
-    """Decides when a response that is sampled with some parameters is finished.
-
-    Attributes:
-        kind: the parameters by which its tokens are drawn.
-    """
+    """Holds what finishes a response that is sampled with some parameters, but for its length."""
 
     def __init__(self, params: SamplingParams, decode: Decode) -> None:
-        self.kind = (params.temperature, params.top_p, params.top_k)
-        self.max_tokens, self._stop_token_ids = params.max_tokens, frozenset(params.stop_token_ids)
-        self._stop_strings = StopStrings(params.stop, decode)
-
-    def ending(self, token_ids: Sequence[int], since: int) -> FinishReason | None:
-        """Return how the newest token finishes the response, or None. Stop strings count from place `since` on."""
-        if token_ids[-1] in self._stop_token_ids or self._stop_strings.found(token_ids, since) is not None:
-            return "stop"
-        return None if len(token_ids) < self.max_tokens else "length"
+        self.token_ids = tuple(sorted(set(params.stop_token_ids)))
+        self.strings = StopStrings(params.stop, decode) if params.stop else None
 
 
 @dataclass(kw_only=True)
@@ -43,6 +39,7 @@ class Running:
     """Holds a request: its prompt, the response so far and, while it runs, its place in the KV cache.
 
     The newest token is not yet in the KV cache: the next decode step writes it, at `position`, and draws its successor.
+    While the request runs, decode steps may be further than that, see `Slots`.
 
     Attributes:
         prompt_number: requests with equal prompts have the same.
@@ -109,7 +106,7 @@ class Admission:
 
 
 class Scheduler:
-    """Keeps requests, `running` in the order of entry. When the blocks run out, the last to enter starts again later.
+    """Keeps requests. When the blocks run out, the last to enter starts again later.
 
     Args:
         max_num_seqs: requests that run together.
@@ -119,6 +116,10 @@ class Scheduler:
         recurrent: whether layers keep a state per slot, which goes on with the sequence's newest token alone. Such a
             sequence is no source for others once it has drawn a token, and nothing of it is kept for another turn.
         leaving: called with each request that stops to run, while it has its blocks.
+
+    Attributes:
+        running: requests, in the order of entry.
+        kinds: parameters of which each set draws tokens in another way, by the numbers in `Rows.kinds`.
     """
 
     def __init__(
@@ -132,24 +133,23 @@ class Scheduler:
         leaving: Callable[[Running], None] = lambda r: None,
     ) -> None:
         self.running: list[Running] = []
+        self.kinds: list[SamplingParams] = []
         self._waiting: deque[Running] = deque()
         self._kept: dict[int, Running] = {}
         # weak: an agent may ask each time for another number of tokens
         self._rules: WeakValueDictionary[SamplingParams, StopRules] = WeakValueDictionary()
         self._prompts: dict[tuple[int, ...], int] = {}
-        self._pool = BlockPool(blocks)
-        self._slots = list(range(max_num_seqs - 1, -1, -1))
+        self._kind_numbers: dict[tuple[float, float, int], int] = {}
+        self._stop_ids: dict[tuple[int, ...], int] = {}
+        self._pool, self._slots = BlockPool(blocks), Slots(max_num_seqs)
+        self._in_slot: list[Running | None] = [None] * max_num_seqs
+        self._order: Ints = np.empty(0, dtype=np.int64)
         self._max_num_batched_tokens, self._decode = max_num_batched_tokens, decode
         self._recurrent, self._leaving = recurrent, leaving
 
     @property
     def busy(self) -> bool:
         return bool(self.running or self._waiting)
-
-    @property
-    def one_kind(self) -> bool:
-        """Return whether the tokens of all running requests are drawn alike."""
-        return len({r.rules.kind for r in self.running}) == 1
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Append requests to those that wait."""
@@ -169,7 +169,8 @@ class Scheduler:
     def admit(self) -> Admission:
         """Give every running request the block its next token needs, then let waiting ones enter, in order."""
         self._grow()
-        holders = {r.prompt_number: r for r in self.running} if self._waiting and not self._recurrent else {}
+        may_enter = self._waiting and self._slots.free
+        holders = {r.prompt_number: r for r in self.running} if may_enter and not self._recurrent else {}
         entered: list[Running] = []
         computed: list[Running] = []
         extended: list[Running] = []
@@ -178,7 +179,7 @@ class Scheduler:
         holders_slots: list[int] = []
         sharers_slots: list[int] = []
         tokens = 0
-        while self._waiting and self._slots:
+        while self._waiting and self._slots.free:
             candidate = self._waiting[0]
             # A request with a response shares nothing: it computes its prompt again, or goes on in its own blocks.
             holder = None if candidate.token_ids else holders.get(candidate.prompt_number)
@@ -197,7 +198,7 @@ class Scheduler:
             self._waiting.popleft()
             if holder:
                 self._pool.share(shared)
-            candidate.slot, candidate.blocks = self._slots.pop(), shared + self._pool.take(needed)
+            self._enter(candidate, shared + self._pool.take(needed))
             if holder and candidate.position % BLOCK_SIZE:
                 sources.append(holder.blocks[len(shared)])
                 targets.append(candidate.blocks[len(shared)])
@@ -206,6 +207,8 @@ class Scheduler:
                 sharers_slots.append(candidate.slot)
             entered.append(candidate)
             self.running.append(candidate)
+        if entered:
+            self._reorder()
         return Admission(
             entered=entered,
             computed=computed,
@@ -214,18 +217,33 @@ class Scheduler:
             state_copies=Copies(sources=holders_slots, targets=sharers_slots),
         )
 
-    def advance(self, drawn: Sequence[tuple[int, float]]) -> dict[int, Completion]:
-        """Append (token, logp) to each running request; returns the requests that this finishes, by key."""
+    def next_rows(self) -> Rows:
+        """List the rows of the next decode step, one for each running request that may have another token; after
+        `admit`."""
+        return self._slots.next_rows(self._slots.unfinished(self._order))
+
+    def advance(self, rows: Rows, ids: NDArray[np.int32], logp: NDArray[np.float32]) -> dict[int, Completion]:
+        """Append the tokens that a decode step has drawn; returns the requests that this finishes, by key."""
+        there = self._slots.still_there(rows)
+        slots, count = rows.table[there, SLOT], rows.table[there, DRAWN] + 1
+        for slot in self._slots.append(slots, ids[there], logp[there]):
+            self._take_new(self._holder(slot))
+        stopped = self._stopped(slots, ids[there])
         finished: dict[int, Completion] = {}
-        for r, (token, logp) in zip(self.running, drawn, strict=True):
-            r.token_ids.append(token)
-            r.logp.append(logp)
-            if reason := r.rules.ending(r.token_ids, r.request.turn_start):
-                self._leave(r, keep=r.request.keep and not self._recurrent)
-                finished[r.request.key] = r.completion(reason)
+        for place in np.flatnonzero(stopped | (count == self._slots.most[slots])):
+            r = self._holder(slots[place])
+            self._leave(r, keep=r.request.keep and not self._recurrent)
+            finished[r.request.key] = r.completion("stop" if stopped[place] else "length")
         if finished:
             self.running = [r for r in self.running if r.slot >= 0]
+            self._reorder()
         return finished
+
+    def under_way(self) -> dict[int, array[int]]:
+        """Return the responses so far of the running requests, by key."""
+        for r in self.running:
+            self._take_new(r)
+        return {r.request.key: r.token_ids for r in self.running}
 
     def interrupt(self) -> dict[int, Completion]:
         """Drop all requests; returns their responses so far, by key."""
@@ -234,6 +252,7 @@ class Scheduler:
             self._leave(r)
         self.running = []
         self._waiting.clear()
+        self._reorder()
         return {r.request.key: r.completion(None) for r in requests}
 
     def forget(self, keys: Iterable[int]) -> None:
@@ -251,14 +270,66 @@ class Scheduler:
             self._leave(earlier)
 
     def _grow(self) -> None:
-        for r in tuple(self.running):
+        left = False
+        for r in [self._holder(slot) for slot in self._slots.full(self._slots.unfinished(self._order))]:
             # A request that had to leave below has no slot, and needs no block.
-            while r.slot >= 0 and r.position == len(r.blocks) * BLOCK_SIZE:
+            while r.slot >= 0 and self._slots.full(np.array([r.slot])).size:
                 if self._free_up(1):
-                    r.blocks += self._pool.take(1)
+                    self._give(r, self._pool.take(1))
                 else:
                     self._waiting.appendleft(youngest := self.running.pop())
                     self._leave(youngest)
+                    left = True
+        if left:
+            self._reorder()
+
+    def _enter(self, r: Running, blocks: list[int]) -> None:
+        """Give a request a slot and blocks."""
+        params, slots = r.request.params, self._slots
+        slot = r.slot = slots.take()
+        self._in_slot[slot] = r
+        kind = (params.temperature, params.top_p, params.top_k)
+        if kind not in self._kind_numbers:
+            self._kind_numbers[kind] = len(self.kinds)
+            self.kinds.append(params)
+        r.blocks = []
+        slots.rows[slot] = (r.newest, r.position, slot, 0, r.request.seed, len(r.token_ids))
+        slots.most[slot], slots.kind[slot] = params.max_tokens, self._kind_numbers[kind]
+        slots.stop_ids[slot] = self._stop_ids.setdefault(r.rules.token_ids, len(self._stop_ids))
+        slots.has_stop_strings[slot] = r.rules.strings is not None
+        self._give(r, blocks)
+
+    def _give(self, r: Running, blocks: list[int]) -> None:
+        r.blocks += blocks
+        self._slots.rows[r.slot, BLOCK], self._slots.room[r.slot] = r.blocks[-1], len(r.blocks) * BLOCK_SIZE
+
+    def _holder(self, slot: int) -> Running:
+        r = self._in_slot[slot]
+        assert r is not None
+        return r
+
+    def _reorder(self) -> None:
+        """Note the slots of the running requests; after each change of these."""
+        self._order = np.array([r.slot for r in self.running], dtype=np.int64)
+
+    def _stopped(self, slots: Ints, ids: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Tell which sequences end with these, their newest tokens."""
+        stopped, sets = np.zeros(len(ids), dtype=bool), self._slots.stop_ids[slots]
+        for token_ids, number in self._stop_ids.items():
+            if token_ids:
+                stopped |= (sets == number) & np.isin(ids, token_ids)
+        for place in np.flatnonzero(self._slots.has_stop_strings[slots] & ~stopped):
+            r = self._holder(slots[place])
+            self._take_new(r)
+            assert r.rules.strings is not None
+            stopped[place] = r.rules.strings.found(r.token_ids, r.request.turn_start) is not None
+        return stopped
+
+    def _take_new(self, r: Running) -> None:
+        """Append the tokens that were noted in the request's slot to its response."""
+        ids, logp = self._slots.pop(r.slot)
+        r.token_ids += ids
+        r.logp += logp
 
     def _free_up(self, blocks: int, spared: Running | None = None) -> bool:
         """Free blocks that are held for turns to come, the oldest first; returns whether `blocks` are free."""
@@ -274,8 +345,10 @@ class Scheduler:
     def _leave(self, r: Running, *, keep: bool = False) -> None:
         """Give back a request's slot and, unless they are kept for another turn, its blocks."""
         if r.slot >= 0:
+            self._take_new(r)
             self._leaving(r)
-            self._slots.append(r.slot)
+            self._slots.give_back(r.slot)
+            self._in_slot[r.slot] = None
             r.slot = -1
         if keep:
             self._kept[r.request.key] = r

@@ -23,6 +23,7 @@ from megarl.models.delta_rule import (
     projected,
 )
 from megarl.models.parts.gated_delta import GatedDelta
+from megarl.parallel.upload import upload
 from megarl.rollout.native.kv_cache import KVCache
 from megarl.rollout.native.parts import part
 from megarl.rollout.native.parts.part import Attention, Group
@@ -68,7 +69,7 @@ class Passes(part.Passes):
 
     def prefill(self, cache: KVCache, *, slots: Sequence[int], lengths: Sequence[int]) -> Attention:
         packing = Packing.of(lengths, self._kind, self._device)
-        return WholeSequences(self._kind, cache, packing, torch.tensor(slots, device=self._device))
+        return WholeSequences(self._kind, cache, packing, upload(torch.tensor(slots), self._device))
 
     def decode(self, cache: KVCache, *, slots: Tensor, positions: Tensor, blocks: Tensor, longest: int) -> Attention:
         return NextTokens(self._kind, cache, slots)

@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megarl.models.packed_attention import attend_with_sinks, packed_attention
 from megarl.models.sizes import BLOCK_SIZE, blocks_for
+from megarl.parallel.upload import upload
 from megarl.rollout.native.kv_cache import KVCache
 
 
@@ -29,9 +30,9 @@ class PrefillTokens:
         rows = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
         positions = torch.cat([torch.arange(n) for n in lengths])
         self._longest = max(lengths)
-        self._padded = (rows * self._longest + positions).to(device)
-        self._slots, self._positions = torch.tensor(slots)[rows].to(device), positions.to(device)
-        self._cu_seqlens = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32).to(device)
+        self._padded = upload(rows * self._longest + positions, device)
+        self._slots, self._positions = upload(torch.tensor(slots)[rows], device), upload(positions, device)
+        self._cu_seqlens = upload(torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32), device)
         self.cos_sin = rope[self._positions]
 
     def store(self, layer: int, *heads: Tensor) -> None:
