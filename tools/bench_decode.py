@@ -29,6 +29,7 @@ from megarl.rollout.native.engine import NativeEngine
 from megarl.types import SamplingParams
 
 WARM_UP, PROFILED = 20, 30
+PROMPT_TOKENS = 16_384
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,8 @@ def main(argv: list[str]) -> int:
 
 def measure(arch: Architecture, what: str, sequences: int, prompt: int, steps: int, profile: str | None) -> Figures:
     on_gpu = torch.cuda.is_available()
-    length = WARM_UP + steps + PROFILED
+    # prompts are computed in several steps, so that some sequences are ahead of others
+    length = WARM_UP + steps + PROFILED + 2 * -(-sequences * prompt // PROMPT_TOKENS)
     engine = engine_of(arch, sequences=sequences, longest=prompt + length + 1, on_gpu=on_gpu)
     params = SamplingParams(max_tokens=length)
     rng = random.Random(0)
@@ -111,7 +113,7 @@ def engine_of(arch: Architecture, *, sequences: int, longest: int, on_gpu: bool)
         dtype=torch.bfloat16 if on_gpu else torch.float32,
         device="cuda" if on_gpu else "cpu",
         max_num_seqs=sequences,
-        max_num_batched_tokens=16_384,
+        max_num_batched_tokens=PROMPT_TOKENS,
         max_model_len=longest,
         decode=lambda ids: "",
         gpu_memory_utilization=0.9,
@@ -143,14 +145,13 @@ def kernel_seconds(engine: NativeEngine, profile: str | None) -> float:
     """Seconds of a step's kernels."""
     from torch.profiler import ProfilerActivity
 
-    steps = PROFILED - 2
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        seconds(engine, steps)
+        seconds(engine, PROFILED)
     by_kernel = profiler.key_averages()
     if profile:
         with open(profile, "w", encoding="utf-8") as f:
             f.write(by_kernel.table(sort_by="self_cuda_time_total", row_limit=30, max_name_column_width=90))
-    return sum(kernel.self_device_time_total for kernel in by_kernel) / 1e6 / steps
+    return sum(kernel.self_device_time_total for kernel in by_kernel) / 1e6 / PROFILED
 
 
 def bytes_per_second() -> float:

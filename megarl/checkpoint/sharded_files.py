@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, merge, nested_values
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, diff, merge, nested_values
 from megatron.core.dist_checkpointing.mapping import (
     ShardedBase,
     ShardedObject,
@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
-from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
+from megatron.core.dist_checkpointing.validation import validate_sharding_integrity
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
@@ -88,17 +88,19 @@ class ShardedParts:
         if staging is not None:
             with suppress(MemoryError):
                 self._common, mine, self.copied = copy.deepcopy(self._common), _copied(mine, staging), True
-        try:  # all of this runs while the tensors are copied
+        try:  # all of this runs while the tensors are copied; what waits for the device, for all copies, comes last
             self._planner = _Planner(mine)
-            every_part = determine_global_metadata(parts)[1]
-            validate_sharding_integrity(every_part, common_state_dict=self._common)  # each element exactly once
+            described = [part.without_data() for part in nested_values(parts)]
+            everyone = world.gather((self._planner.items, described, self._common), "the plan of a checkpoint")
+            self._plans = [items for items, _, _ in everyone]
+            for rank, (_, _, common) in enumerate(everyone):
+                assert not any(diff(self._common, common)), f"rank {rank} has other common values than the first"
+            validate_sharding_integrity([described for _, described, _ in everyone])  # each element exactly once
             bits = bit_sums(tensors)
-            everyone = world.gather((self._planner.items, bits), "the plan of a checkpoint")
         finally:
             if staging is not None:
                 staging.wait()
-        self._plans = [items for items, _ in everyone]
-        self.bits = total_of(sums for _, sums in everyone)
+        self.bits = total_of(world.gather(bits, "the bits of a checkpoint"))
         self.rank = world.rank
         self.records: dict[str, FileRecord] = {}
 

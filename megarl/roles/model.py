@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import tee
 from typing import Any, ClassVar
 
 import torch
@@ -295,7 +296,8 @@ class MegatronModel:
         """
         self._check_layout(passes)
         train = loss is not None
-        inputs = [
+        # each is made when the schedule asks for it, while the device computes the one before
+        inputs = (
             make_micro_batch(
                 batch,
                 sequences,
@@ -306,7 +308,7 @@ class MegatronModel:
                 sequence_columns=sequence_columns,
             )
             for sequences in passes.micro_batches
-        ]
+        )
         models = self._pass_chunks(train=train)
         for chunk in self.chunks:
             if chunk.training != train:  # it goes through hundreds of modules
@@ -318,9 +320,9 @@ class MegatronModel:
         schedule = get_forward_backward_func(layout.pp, layout.chunks if interleaved else None)
         collected = schedule(
             forward_step_func=partial(self._forward_step, loss),
-            data_iterator=[iter(inputs) for _ in models] if interleaved else iter(inputs),
+            data_iterator=list(tee(inputs, len(models))) if interleaved else inputs,
             model=models if interleaved else models[0],
-            num_microbatches=len(inputs),
+            num_microbatches=len(passes.micro_batches),
             seq_length=1,  # shapes are exchanged with each micro-batch
             micro_batch_size=1,
             forward_only=not train,
