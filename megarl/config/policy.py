@@ -31,6 +31,11 @@ class ModelConfig(ModelFiles):
         "backward pass",
     )
     use_remove_padding: bool = Field(True, description="pack sequences instead of padding them")
+    use_prefix_grouper: bool = Field(
+        False,
+        description="the prompt that several sequences of a micro-batch begin with is computed once for all; they are "
+        "put into the same micro-batches",
+    )
 
 
 class OptimConfig(Section):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 from megarl.data.balance import first_fit_decreasing, karmarkar_karp
@@ -15,6 +17,52 @@ Plan = list[list[MicroBatches]]
 is empty only where a rank has fewer sequences than micro-batches."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class SharedPrompts:
+    """Says which sequences begin with the same prompt, which a micro-batch that has several of them computes once.
+
+    Attributes:
+        numbers: of each sequence's prompt, the same for equal ones of a length.
+        tokens: of each sequence's prompt; 0: it shares none.
+    """
+
+    numbers: Sequence[int]
+    tokens: Sequence[int]
+
+    def in_order(self, sequences: Sequence[int]) -> list[int]:
+        """Put sequences with the same prompt behind the first of them."""
+        of_prompt: dict[tuple[int, int], list[int]] = {}
+        for i in sequences:
+            of_prompt.setdefault((self.numbers[i], self.tokens[i]), []).append(i)
+        return [i for members in of_prompt.values() for i in members]
+
+    def pieces(self, sequences: Sequence[int], lengths: Sequence[int], *, dp: int, max_tokens: int) -> MicroBatches:
+        """Put sequences with the same prompt together, as many as have `max_tokens` tokens with it, nor more than a
+        quarter of what each of `dp` ranks gets: it could not be dealt out evenly."""
+        ordered = self.in_order(sequences)
+        most = min(max_tokens, self.computed(ordered, lengths) // (4 * dp))
+        pieces: MicroBatches = []
+        for i in ordered:
+            if not pieces or self._again(pieces[-1][-1], i) == 0 or self.computed([*pieces[-1], i], lengths) > most:
+                pieces.append([])
+            pieces[-1].append(i)
+        return pieces
+
+    def computed(self, sequences: Sequence[int], lengths: Sequence[int]) -> int:
+        """Count the tokens of neighbours, each prompt once."""
+        return sum(lengths[i] for i in sequences) - self.saved(sequences)[0]
+
+    def saved(self, sequences: Sequence[int]) -> tuple[int, int]:
+        """Count what a micro-batch of these sequences computes less: tokens, and the sum of squares of prompts."""
+        again = [self._again(before, i) for before, i in pairwise(sequences)]
+        return sum(again), sum(n * n for n in again)
+
+    def _again(self, before: int, sequence: int) -> int:
+        """Count the tokens of a sequence's prompt that its neighbour has."""
+        same = self.numbers[before] == self.numbers[sequence] and self.tokens[before] == self.tokens[sequence]
+        return self.tokens[sequence] if same else 0
+
+
 def pack_by_tokens(
     lengths: Sequence[int],
     mini_batches: Sequence[Sequence[int]],
@@ -24,6 +72,7 @@ def pack_by_tokens(
     multiple_of: int = 1,
     balance: bool = True,
     together: int = 1,
+    prompts: SharedPrompts | None = None,
 ) -> Plan:
     """Plan micro-batches of at most `max_tokens` tokens, as few as the fullest dp rank needs, nearly equal in tokens.
 
@@ -36,6 +85,8 @@ def pack_by_tokens(
         balance: even out tokens over the dp ranks; false: equal counts, in order.
         together: so many neighbours, from the first sequence on, share a micro-batch and stay neighbours in it: 2 for
             the pairs (0, 1), (2, 3) ... A mini-batch must hold them whole, in order.
+        prompts: sequences with the same prompt become neighbours, as far as they have a micro-batch in common, and
+            count with one prompt. With `together` they stay where they are.
 
     Raises:
         ValueError: a sequence, or such neighbours together, are longer than `max_tokens`.
@@ -49,16 +100,45 @@ def pack_by_tokens(
                 f"{who} {length} tokens, more than ppo_max_token_len_per_gpu = {max_tokens}: raise it to "
                 f"{most if together == 1 else f'{together} x ({most})'}"
             )
+    if prompts is not None and together == 1:
+        return _pack_pieces(lengths, mini_batches, prompts, dp, max_tokens, multiple_of, balance)
     plan = _plan(
-        units,
         [_unit_indices(sequences, together) for sequences in mini_batches],
         dp=dp,
         multiple_of=multiple_of,
-        balance=balance,
+        shares=partial(_shares, units, dp, balance),
         fewest=lambda share: len(_fewest_bins(units, share, max_tokens)),
         fill=lambda share, count: _bins(units, share, count, max_tokens),
     )
     return _sequences_of(plan, together)
+
+
+def _pack_pieces(
+    lengths: Sequence[int],
+    mini_batches: Sequence[Sequence[int]],
+    prompts: SharedPrompts,
+    dp: int,
+    max_tokens: int,
+    multiple_of: int,
+    balance: bool,
+) -> Plan:
+    of_mini_batch = [prompts.pieces(part, lengths, dp=dp, max_tokens=max_tokens) for part in mini_batches]
+    pieces = [piece for some in of_mini_batch for piece in some]
+    tokens = [prompts.computed(piece, lengths) for piece in pieces]
+    numbers = iter(range(len(pieces)))
+    plan = _plan(
+        [[next(numbers) for _ in some] for some in of_mini_batch],
+        dp=dp,
+        multiple_of=multiple_of,
+        shares=partial(_shares, tokens, dp, balance),
+        fewest=lambda share: len(_fewest_bins(tokens, share, max_tokens)),
+        fill=lambda share, count: _bins(tokens, share, count, max_tokens),
+    )
+
+    def expanded(micro: Sequence[int]) -> list[int]:
+        return prompts.in_order([i for piece in micro for i in pieces[piece]])
+
+    return [[[expanded(micro) for micro in mini_batch] for mini_batch in rank] for rank in plan]
 
 
 def pack_by_count(
@@ -81,11 +161,10 @@ def pack_by_count(
     if micro_batch_size < together:
         raise ValueError(f"ppo_micro_batch_size_per_gpu = {micro_batch_size} is less than the {together} of a pair")
     plan = _plan(
-        _units(lengths, together),
         [_unit_indices(sequences, together) for sequences in mini_batches],
         dp=dp,
         multiple_of=multiple_of,
-        balance=balance,
+        shares=partial(_shares, _units(lengths, together), dp, balance),
         fewest=lambda share: -(-len(share) // (micro_batch_size // together)),
         fill=_slices,
     )
@@ -111,23 +190,27 @@ def _sequences_of(plan: Plan, together: int) -> Plan:
 
 
 def _plan(
-    lengths: Sequence[int],
     mini_batches: Sequence[Sequence[int]],
     *,
     dp: int,
     multiple_of: int,
-    balance: bool,
+    shares: Callable[[Sequence[int]], MicroBatches],
     fewest: Callable[[Sequence[int]], int],
     fill: Callable[[Sequence[int], int], MicroBatches],
 ) -> Plan:
     plan: Plan = [[] for _ in range(dp)]
     for sequences in mini_batches:
-        shares = karmarkar_karp(lengths, sequences, dp) if balance else _slices(sequences, dp)
-        count = max(fewest(share) for share in shares)
+        of_ranks = shares(sequences)
+        count = max(fewest(share) for share in of_ranks)
         count = -(-count // multiple_of) * multiple_of
-        for rank, share in enumerate(shares):
+        for rank, share in enumerate(of_ranks):
             plan[rank].append(fill(share, count))
     return plan
+
+
+def _shares(lengths: Sequence[int], dp: int, balance: bool, sequences: Sequence[int]) -> MicroBatches:
+    """Deal sequences out to data-parallel ranks."""
+    return karmarkar_karp(lengths, sequences, dp) if balance else _slices(sequences, dp)
 
 
 def _slices(sequences: Sequence[int], count: int) -> MicroBatches:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megarl.models.exchange import all_tokens_of_some_heads, some_tokens_of_all_heads
 from megarl.models.norm import HeadsNorm, RMSNorm
-from megarl.models.packed_attention import packed_attention, padded_attention
+from megarl.models.packed_attention import SharedKeys, packed_attention, padded_attention
 from megarl.models.parts.grouped_query import GroupedQuery
 from megarl.models.parts.rotary import Rotary
 from megarl.models.rope import apply_rope, rope_table
@@ -35,11 +35,13 @@ class PackedSequences(PackedSeqParams):
         lengths: tokens of each sequence; on the host.
         positions: int64 [tokens], the place in its sequence of each token that this rank has.
         slots: int64 [tokens], each token's place in the padded [sequences * longest] view.
+        shared: the keys of sequences of which some begin with the same tokens; None: none do.
     """
 
     lengths: tuple[int, ...] = ()
     positions: Tensor | None = None
     slots: Tensor | None = None
+    shared: SharedKeys | None = None
 
 
 def packed_sequences(lengths: list[int], device: torch.device, own: tuple[int, int] | None = None) -> PackedSequences:
@@ -48,21 +50,53 @@ def packed_sequences(lengths: list[int], device: torch.device, own: tuple[int, i
     Args:
         own: the first of the tokens that this rank has, and the one after the last; None: it has all.
     """
-    longest = max(lengths)
-    cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    positions = torch.cat([torch.arange(n) for n in lengths])
-    row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    cu_seqlens = upload(cu_seqlens, device)
+    cu_seqlens, slots, positions = _one_after_another(lengths, device)
     return PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
         lengths=tuple(lengths),
         positions=upload(positions if own is None else positions[slice(*own)], device),
-        slots=upload(row * longest + positions, device),
+        slots=slots,
     )
+
+
+def sequences_that_share(
+    lengths: list[int], rows: Tensor, positions: Tensor, queries: list[int], device: torch.device, own: tuple[int, int]
+) -> PackedSequences:
+    """Describe sequences of which some begin with the same tokens, which the row has once.
+
+    Args:
+        lengths: of the whole sequences.
+        rows: int64 [sum of lengths], the place in the row of each token of each sequence.
+        positions: int64 [row], the place of each token of the row in its sequence.
+        queries: tokens of each sequence that the row has for itself: all, or the last ones.
+        own: as for `packed_sequences`.
+    """
+    cu_queries, slots, _ = _one_after_another(queries, device)
+    cu_keys, slots_of_keys, _ = _one_after_another(lengths, device)
+    longest = max(lengths)
+    return PackedSequences(
+        qkv_format="thd",
+        cu_seqlens_q=cu_queries,
+        cu_seqlens_kv=cu_keys,
+        max_seqlen_q=max(queries),
+        max_seqlen_kv=longest,
+        lengths=tuple(lengths),
+        positions=upload(positions[slice(*own)], device),
+        slots=slots,
+        shared=SharedKeys(rows=upload(rows, device), cu_seqlens=cu_keys, longest=longest, slots=slots_of_keys),
+    )
+
+
+def _one_after_another(lengths: list[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Say where sequences begin, each token's place in the padded view, and its place in its sequence (on the host)."""
+    cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    return upload(cu_seqlens, device), upload(row * max(lengths) + positions, device), positions
 
 
 class CausalAttention(torch.nn.Module):
@@ -116,6 +150,7 @@ class CausalAttention(torch.nn.Module):
                 cu_seqlens=packed_seq_params.cu_seqlens_q,
                 longest=packed_seq_params.max_seqlen_q,
                 slots=packed_seq_params.slots,
+                shared=packed_seq_params.shared,
                 **self.rule,
             )
         return some_tokens_of_all_heads(out, self.cp_group).flatten(-2)
@@ -205,7 +240,7 @@ def cos_sin_of(
         (length, batch), before = tokens.shape[:2], cp_group.rank() * len(tokens)
         return _cached_rope(attention, before + length, tokens.device)[before:].repeat_interleave(batch, 0)
     assert packed.positions is not None
-    return _cached_rope(attention, packed.max_seqlen_q, tokens.device)[packed.positions]
+    return _cached_rope(attention, packed.max_seqlen_kv, tokens.device)[packed.positions]
 
 
 def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
@@ -224,11 +259,16 @@ def _cached_rope(attention: Rotary, length: int, device: torch.device) -> Tensor
     return _ROPE[key][:length]
 
 
+def core_attention(attention: GroupedQuery) -> type[TorchAttention]:
+    """Make the class of a layer's attention between its projections, which also normalises and rotates."""
+    return type("TorchAttention", (TorchAttention,), {"attention": attention})
+
+
 def set_modules(spec: ModuleSpec, attention: GroupedQuery) -> None:
     """Set classes in Megatron-Core's spec of self-attention, which builds modules from them."""
     parts = spec.submodules
     if attention.output_gate:
         spec.module = GatedSelfAttention
-    parts.core_attention = type("TorchAttention", (TorchAttention,), {"attention": attention})
+    parts.core_attention = core_attention(attention)
     by_head = attention.qk_norm and not attention.norm_over_heads
     parts.q_layernorm = parts.k_layernorm = RMSNorm if by_head else IdentityOp

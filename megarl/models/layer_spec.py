@@ -18,11 +18,13 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megarl.models.architecture import Architecture, Layer
+from megarl.models.attention import core_attention
 from megarl.models.expert_output import ExpertOutput
 from megarl.models.kernels import TRITON
 from megarl.models.norm import RMSNorm
 from megarl.models.output_norms import LayerWithOutputNorms
 from megarl.models.parameter_names import ParameterNames
+from megarl.models.parts.grouped_query import GroupedQuery
 from megarl.models.parts.stacked_experts import StackedExperts
 from megarl.parallel.cpu import counts_on_host
 
@@ -89,20 +91,30 @@ def _submodules(spec: Any) -> Any:
     return spec.submodules if hasattr(spec, "submodules") else spec.keywords["submodules"]
 
 
-def transformer_engine_layers(arch: Architecture) -> LayerSpec:
-    """Take Transformer Engine's layers."""
+def transformer_engine_layers(arch: Architecture, *, own_attention: bool = False) -> LayerSpec:
+    """Take Transformer Engine's layers.
+
+    Args:
+        own_attention: queries and keys are rotated, and attend, as in `torch_layers`: Transformer Engine's kernels take
+            neither a part of the tokens nor sequences that have some in common.
+    """
     from megatron.core.extensions.transformer_engine import TENorm
 
+    modules = {}
+    for kind in arch.kinds:
+        module = get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=True, **_spec_arguments(kind))
+        if own_attention:
+            assert isinstance(kind.attention, GroupedQuery), "no other attention is Transformer Engine's"
+            _submodules(module.submodules.self_attention).core_attention = core_attention(kind.attention)
+        modules[kind] = module
+    attention = "FlashAttention" if own_attention else "fused attention, rotary embedding"
     grouped = ", grouped GEMM of experts" if arch.moe else ""
     return LayerSpec(
-        modules={
-            kind: get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=True, **_spec_arguments(kind))
-            for kind in arch.kinds
-        },
+        modules=modules,
         norm=TENorm,
         names=ParameterNames(fused_norms=True, grouped_experts=True),
-        rotates=False,
-        kernels=f"Transformer Engine layers (fused attention, norm + linear, rotary embedding{grouped})",
+        rotates=own_attention,
+        kernels=f"Transformer Engine layers (norm + linear, {attention}{grouped})",
     )
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.models.attention import PackedSequences, packed_sequences
+from megarl.models.attention import PackedSequences, packed_sequences, sequences_that_share
 from megarl.parallel.upload import upload
 from megarl.types import Batch
 
@@ -177,10 +177,74 @@ def _part(tokens: Tensor, sequences: Tensor, shard: SequenceShard, device: torch
     return Part(tokens=upload(tokens, device), sequences=upload(sequences, device), group=shard.cp)
 
 
-def _packed(lengths: list[int], total: int, shard: SequenceShard, device: torch.device) -> PackedSequences:
-    """Describe a row of so many tokens in all, whose padding is a sequence of its own."""
-    padding = total - sum(lengths)
-    return packed_sequences([*lengths, *([padding] if padding else [])], device, shard.own(total))
+@dataclass(frozen=True, kw_only=True)
+class _Prompts:
+    """Knows which tokens of a micro-batch's sequences, one after another, are those of the sequence before.
+
+    Attributes:
+        kept: bool [T], the others.
+        source: int64 [T], the kept token that each is.
+    """
+
+    kept: Tensor
+    source: Tensor
+
+    @staticmethod
+    def of(tokens: Tensor, is_trained: Tensor, lengths: Tensor, *, share: bool) -> _Prompts:
+        """Find the prompts, up to the first trained token, that neighbours have in common.
+
+        Args:
+            tokens, is_trained: [T], of the sequences.
+        """
+        kept, source = torch.ones(len(tokens), dtype=torch.bool), torch.arange(len(tokens))
+        if share:
+            leader, prompt, begin = None, tokens[:0], 0
+            for length in lengths.tolist():
+                own = slice(begin, begin + length)
+                trained = is_trained[own].nonzero()
+                end = int(trained[0]) if len(trained) else 0
+                if leader is not None and end and torch.equal(tokens[begin : begin + end], prompt):
+                    kept[begin : begin + end] = False
+                    source[begin : begin + end] = torch.arange(leader, leader + end)
+                else:
+                    leader, prompt = begin, tokens[begin : begin + end]
+                begin += length
+        return _Prompts(kept=kept, source=source)
+
+    @property
+    def rows(self) -> Tensor:
+        """Number the tokens as they lie in a row without what is there already: int64 [T]."""
+        return (self.kept.cumsum(0) - 1)[self.source]
+
+    @property
+    def shares(self) -> bool:
+        return not bool(self.kept.all())
+
+
+def _packed(
+    lengths: Tensor, total: int, positions: Tensor, prompts: _Prompts, shard: SequenceShard, device: torch.device
+) -> PackedSequences:
+    """Describe a row of so many tokens in all, whose padding is a sequence of its own.
+
+    Args:
+        positions: int64 [T], of the sequences' tokens, one sequence after another.
+    """
+    rows = prompts.rows
+    there = int(prompts.kept.sum())
+    padding = [total - there] if total > there else []
+    whole = [*lengths.tolist(), *padding]
+    if not prompts.shares:
+        return packed_sequences(whole, device, shard.own(total))
+    filling = torch.arange(total - there)
+    queries = [int(part.sum()) for part in prompts.kept.split(lengths.tolist())] + padding
+    return sequences_that_share(
+        whole,
+        torch.cat((rows, there + filling)),
+        torch.cat((positions[prompts.kept], filling)),
+        queries,
+        device,
+        shard.own(total),
+    )
 
 
 def make_micro_batch(
@@ -190,6 +254,7 @@ def make_micro_batch(
     packed: bool,
     shard: SequenceShard,
     device: torch.device,
+    share_prompts: bool = False,
     columns: Mapping[str, Tensor] | None = None,
     sequence_columns: Mapping[str, Tensor] | None = None,
 ) -> MicroBatch:
@@ -199,6 +264,7 @@ def make_micro_batch(
         sequences: indices into the batch; may be empty, for ranks that have fewer micro-batches than others.
         packed: one row of all tokens, or one padded row per sequence.
         shard: L is padded for it.
+        share_prompts: a packed row has the prompt of neighbours with the same one once.
         columns: float32 [T] each, on the host, of which the micro-batch gets the values of its trained tokens: the
             whole step's would not fit on the device.
         sequence_columns: [N] each, of which it gets the values of its sequences.
@@ -211,23 +277,26 @@ def make_micro_batch(
     tokens = starts[sequence] + positions  # in the batch
     is_trained = batch.response_mask[tokens]
     index = tokens[is_trained]
-    description = None
+    prompts = _Prompts.of(batch.tokens[tokens], is_trained, lengths, share=share_prompts and packed)
+    kept, description = prompts.kept, None
     if packed:
-        total = shard.padded(len(tokens))
-        grid = _Grid(shape=(1, total), row=torch.zeros_like(positions), column=torch.arange(len(tokens)))
-        description = _packed(lengths.tolist(), total, shard, device)
+        count = int(kept.sum())
+        total = shard.padded(count)
+        grid = _Grid(shape=(1, total), row=torch.zeros(count, dtype=torch.int64), column=torch.arange(count))
+        description = _packed(lengths, total, positions, prompts, shard, device)
     else:
         longest = shard.padded(max(lengths.tolist(), default=0))
         grid = _Grid(shape=(max(1, len(places)), longest), row=sequence, column=positions)
     rows, (first, after) = grid.shape[0], shard.own(grid.shape[1])
     begin, end = first * rows, after * rows
-    cells = torch.full((rows * grid.shape[1],), -1).index_copy_(0, grid.flat, tokens)
+    cells = torch.full((rows * grid.shape[1],), -1).index_copy_(0, grid.flat, tokens[kept])
     trained = torch.zeros_like(places).index_add_(0, sequence, is_trained.long())
-    predictors, own_tokens = _own(grid.flat[is_trained] - rows, begin, end)  # a token's predictor is one column before
-    last, own_sequences = _own(grid.flat[ends - 1], begin, end)
+    flat = grid.flat[prompts.rows]
+    predictors, own_tokens = _own(flat[is_trained.nonzero().flatten() - 1], begin, end)
+    last, own_sequences = _own(flat[ends - 1], begin, end)
     return MicroBatch(
-        tokens=upload(grid.laid_out(batch.tokens[tokens])[:, first:after], device),
-        position_ids=upload(grid.laid_out(positions)[:, first:after], device),
+        tokens=upload(grid.laid_out(batch.tokens[tokens[kept]])[:, first:after], device),
+        position_ids=upload(grid.laid_out(positions[kept])[:, first:after], device),
         packed=description,
         predictors=upload(predictors, device),
         labels=upload(batch.tokens[index[own_tokens]], device),

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedKeys:
+    """Says which keys and values each sequence sees, where sequences have some in common.
+
+    A sequence's queries are the last tokens of its keys.
+
+    Attributes:
+        rows: int64 [keys], the token of each key, sequence after sequence.
+        cu_seqlens, longest, slots: of the keys, as `packed_attention` has them of the queries.
+    """
+
+    rows: Tensor
+    cu_seqlens: Tensor
+    longest: int
+    slots: Tensor
 
 
 def packed_attention(
@@ -18,6 +36,7 @@ def packed_attention(
     cu_seqlens: Tensor,
     longest: int,
     slots: Tensor,
+    shared: SharedKeys | None = None,
     window: int | None = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
@@ -31,20 +50,29 @@ def packed_attention(
         cu_seqlens: int32 [sequences + 1], where each sequence begins, and the end of the last.
         longest: tokens of the longest sequence.
         slots: int64 [tokens], each token's place in the padded [sequences * longest] view.
+        shared: the keys of each sequence; None: those of its own tokens.
         window: tokens that a token sees, itself the last of them; None: all up to itself.
         scale: what products of queries and keys are multiplied by; None: 1 / sqrt(head_dim).
         sinks: [heads], a logit that takes part in each head's softmax, and counts for nothing else.
 
     Returns: [tokens, heads, value_dim].
     """
+    keys = shared or SharedKeys(rows=slots, cu_seqlens=cu_seqlens, longest=longest, slots=slots)
+    if shared is not None:
+        k, v = _Taken.apply(k, shared.rows), _Taken.apply(v, shared.rows)
     if q.is_cuda and q.dtype != torch.float32 and sinks is None:
-        return _varlen(q, k, v, cu_seqlens, longest, window, scale)
+        return _varlen(q, k, v, (cu_seqlens, keys.cu_seqlens, longest, keys.longest), window, scale)
     rows = len(cu_seqlens) - 1
 
-    def padded(x: Tensor) -> Tensor:
+    def padded(x: Tensor, slots: Tensor, longest: int) -> Tensor:
         return x.new_zeros(rows * longest, *x.shape[1:]).index_copy(0, slots, x).view(rows, longest, *x.shape[1:])
 
-    out = padded_attention(padded(q), padded(k), padded(v), window=window, scale=scale, sinks=sinks)
+    mask = None
+    if shared is not None:
+        before = shared.cu_seqlens.diff() - cu_seqlens.diff()
+        mask = seen(longest, window, q.device, keys=shared.longest, before=before)
+    parts = padded(q, slots, longest), padded(k, keys.slots, keys.longest), padded(v, keys.slots, keys.longest)
+    out = padded_attention(*parts, window=window, scale=scale, sinks=sinks, mask=mask)
     return out.flatten(0, 1)[slots]
 
 
@@ -56,16 +84,23 @@ def padded_attention(
     window: int | None = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> Tensor:
-    """Attend: [batch, length, heads, head_dim] -> the same. Causality hides the padding at the end from the rest."""
+    """Attend: [batch, length, heads, head_dim] -> the same. Causality hides the padding at the end from the rest.
+
+    Args:
+        mask: bool [batch, queries, keys], what is seen, in place of causality and window.
+    """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if mask is None and window is not None and window < q.shape[2]:
+        mask = seen(q.shape[2], window, q.device)
     if sinks is not None:
         grouped = q.unflatten(1, (k.shape[1], -1))
-        mask = seen(q.shape[2], window, q.device)
-        out = attend_with_sinks(grouped, k.unsqueeze(2), v.unsqueeze(2), mask, sinks.view(k.shape[1], -1, 1, 1), scale)
+        mask = seen(q.shape[2], window, q.device) if mask is None else mask
+        sinks = sinks.view(k.shape[1], -1, 1, 1)
+        out = attend_with_sinks(grouped, k.unsqueeze(2), v.unsqueeze(2), mask[..., None, None, :, :], sinks, scale)
         return out.flatten(1, 2).transpose(1, 2)
-    matters = window is not None and window < q.shape[2]
-    rule: dict[str, Any] = {"attn_mask": seen(q.shape[2], window, q.device)} if matters else {"is_causal": True}
+    rule: dict[str, Any] = {"is_causal": True} if mask is None else {"attn_mask": mask.unsqueeze(-3)}
     out = scaled_dot_product_attention(q, k, v, **rule, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2)
 
@@ -87,15 +122,52 @@ def attend_with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tens
     return weights.to(v.dtype) @ v
 
 
-def seen(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Mark the tokens that each token of a sequence sees: bool [length, length]."""
-    mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    return mask if window is None else mask.triu(1 - window)
+def seen(
+    length: int, window: int | None, device: torch.device, *, keys: int | None = None, before: Tensor | None = None
+) -> Tensor:
+    """Mark the tokens that each token of a sequence sees: bool [length, length].
+
+    Args:
+        keys, before: tokens of the longest sequence, and int64 [sequences], those of each before the first of `length`;
+            the marks are [sequences, length, keys] then.
+    """
+    place = (
+        torch.arange(length, device=device) if before is None else before[:, None] + torch.arange(length, device=device)
+    )
+    of_key, place = torch.arange(keys or length, device=device), place[..., None]
+    mask = of_key <= place
+    return mask if window is None else mask & (of_key > place - window)
+
+
+class _Taken(torch.autograd.Function):
+    """Takes rows, some several times; their gradients are added up in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.count = len(x)
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (rows,), (grad,) = ctx.saved_tensors, grads
+        total = grad.new_zeros(ctx.count, *grad.shape[1:], dtype=torch.float32).index_add_(0, rows, grad.float())
+        return total.to(grad.dtype), None
 
 
 def _varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, window: int | None, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: tuple[Tensor, Tensor, int, int],
+    window: int | None,
+    scale: float | None,
 ) -> Tensor:
+    """Call FlashAttention.
+
+    Args:
+        lengths: where sequences begin among queries and among keys, and the longest of each.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     # torch 2.11's takes fewer key than query heads as they are, later ones must be told
@@ -104,7 +176,7 @@ def _varlen(
     more: dict[str, Any] = grouped if scale is None else grouped | {"scale": scale}
     value_dim = v.shape[-1]
     v = pad(v, (0, q.shape[-1] - value_dim))  # FlashAttention 2 has one width for keys and values
-    rows = (cu_seqlens, cu_seqlens, longest, longest)
-    out = varlen_attn(q, k, v.contiguous(), *rows, window_size=(before, 0), **more)
+    # queries that are fewer than keys are the last of them
+    out = varlen_attn(q, k, v.contiguous(), *lengths, window_size=(before, 0), **more)
     assert isinstance(out, Tensor)
     return out[..., :value_dim]

@@ -16,7 +16,7 @@ STAGING_SLAB_BYTES = 2**30
 """Of a piece of the host memory in which a checkpoint waits to be written. A larger tensor has one of the next power of
 two, to which torch rounds pinned memory up."""
 
-LOGITS_CHUNK_BYTES = 2**30
+LOGITS_CHUNK_BYTES = 2**29
 """Bytes of the training layout's logits alive at once; their gradient takes their place. With smaller chunks each pass
 would add to the whole gradient of the output weight more often."""
 

@@ -81,15 +81,11 @@ class MegatronModel:
         """
         self.arch = arch = arch.with_scalar_output() if self.kind.scalar else arch
         self.groups, self.dtype, self.packed = groups, DTYPES[model.dtype], model.use_remove_padding
-        self.batching, self.balance = batching, balance
+        self.batching, self.balance, self.shares_prompts = batching, balance, model.use_prefix_grouper
         self.head = self.make_head()
-        fused = (
-            megatron.transformer_engine == "auto"
-            and transformer_engine_available()
-            and not arch.needs_torch_layers
-            and groups.layout.cp == 1  # its attention takes the tokens of a sequence in an order of its own
-        )
-        self.layers = (transformer_engine_layers if fused else torch_layers)(arch)
+        fused = megatron.transformer_engine == "auto" and transformer_engine_available() and not arch.needs_torch_layers
+        own_attention = groups.layout.cp > 1 or self.shares_prompts
+        self.layers = transformer_engine_layers(arch, own_attention=own_attention) if fused else torch_layers(arch)
         self.transformer_config = transformer_config(
             arch,
             groups,
@@ -176,6 +172,7 @@ class MegatronModel:
             balance=self.balance,
             sequences=sequences,
             together=together,
+            share_prompts=self.shares_prompts,
         )
 
     def forward(self, batch: Batch, passes: Passes) -> Tensor:
@@ -304,6 +301,7 @@ class MegatronModel:
                 packed=self.packed,
                 shard=self.shard,
                 device=self.groups.world.device,
+                share_prompts=self.shares_prompts,
                 columns=columns,
                 sequence_columns=sequence_columns,
             )

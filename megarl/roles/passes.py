@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 import torch
 
 from megarl.config.policy import BatchingConfig
-from megarl.data.packing import MicroBatches, pack_by_count, pack_by_tokens
+from megarl.data.packing import MicroBatches, Plan, SharedPrompts, pack_by_count, pack_by_tokens
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.world import World
 from megarl.types import Batch
@@ -48,10 +49,12 @@ class StepPlan(Passes):
 
     Attributes:
         mini_batches: the optimizer steps; `micro_batches` are all of theirs, in order.
+        saved: tokens of prompts that are not computed again, on all ranks, and the sum of squares of their numbers.
     """
 
     mini_batches: list[MiniBatch]
     owners: Owners = field()
+    saved: tuple[int, int] = (0, 0)
 
 
 def plan_passes(
@@ -63,15 +66,18 @@ def plan_passes(
     balance: bool,
     sequences: int | None = None,
     together: int = 1,
+    share_prompts: bool = False,
 ) -> StepPlan:
-    """Cut a batch for this rank. The arguments are those of `MegatronModel` and its `plan`."""
+    """Cut a batch for this rank; every rank calls it. The arguments are those of `MegatronModel` and its `plan`."""
     size = sequences or max(1, len(batch))
     parts = [range(i, min(i + size, len(batch))) for i in range(0, len(batch), size)]
     lengths = batch.lengths.tolist()
     multiple_of = layout.pp if layout.chunks > 1 else 1  # the interleaved schedule works in rounds of pp
     how: Any = dict(dp=layout.dp, multiple_of=multiple_of, balance=balance, together=together)
+    prompts = prompts_of(batch) if share_prompts else None
     if batching.use_dynamic_bsz:
-        plan = pack_by_tokens(lengths, parts, max_tokens=batching.ppo_max_token_len_per_gpu * layout.cp, **how)
+        most = batching.ppo_max_token_len_per_gpu * layout.cp
+        plan = pack_by_tokens(lengths, parts, max_tokens=most, prompts=prompts, **how)
     else:
         plan = pack_by_count(lengths, parts, micro_batch_size=batching.ppo_micro_batch_size_per_gpu, **how)
     block_of = torch.full((len(batch),), -1)
@@ -87,4 +93,23 @@ def plan_passes(
         mini_batches=mini_batches,
         micro_batches=[micro for mini_batch in mini_batches for micro in mini_batch.micro_batches],
         owners=owners,
+        saved=_saved(plan, prompts),
     )
+
+
+def prompts_of(batch: Batch) -> SharedPrompts:
+    """Compare the prompts of a batch, each up to the first trained token, by a checksum; every rank calls it."""
+    numbers, tokens = torch.zeros(len(batch.own), dtype=torch.int64), torch.zeros(len(batch.own), dtype=torch.int64)
+    for place, (start, length) in enumerate(zip(batch.starts[batch.own], batch.lengths[batch.own], strict=True)):
+        trained = batch.response_mask[start : start + length].nonzero()
+        if len(trained):
+            tokens[place] = trained[0, 0]
+            numbers[place] = crc32(batch.tokens[start : start + trained[0, 0]].numpy().tobytes())
+    return SharedPrompts(numbers=batch.of_all(numbers).tolist(), tokens=batch.of_all(tokens).tolist())
+
+
+def _saved(plan: Plan, prompts: SharedPrompts | None) -> tuple[int, int]:
+    if prompts is None:
+        return 0, 0
+    of_micro = [prompts.saved(micro) for rank in plan for mini_batch in rank for micro in mini_batch]
+    return sum(tokens for tokens, _ in of_micro), sum(squares for _, squares in of_micro)

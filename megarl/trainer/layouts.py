@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from megarl.config import Config
-from megarl.config.policy import MegatronConfig
+from megarl.config.policy import MegatronConfig, ModelConfig
 from megarl.flow_kinds import generates
+from megarl.models.architecture import Architecture
 from megarl.parallel.layout import GenerationLayout, TrainLayout, closest_stride
 from megarl.parallel.pipeline_split import PipelineSplit
 from megarl.rollout.kinds import engine_kind
@@ -47,6 +48,22 @@ def check_megatron(megatron: MegatronConfig) -> None:
         raise ValueError("virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size of 2 or more")
     if megatron.overlap_param_gather and not (megatron.use_distributed_optimizer and megatron.overlap_grad_reduce):
         raise ValueError("overlap_param_gather needs use_distributed_optimizer=true and overlap_grad_reduce=true")
+
+
+def check_shared_prompts(role: str, model: ModelConfig, megatron: MegatronConfig, arch: Architecture) -> None:
+    """Raises ValueError if prompts that sequences have in common cannot be computed once."""
+    if not model.use_prefix_grouper:
+        return
+    key = "model.use_prefix_grouper"
+    if not model.use_remove_padding:
+        raise ValueError(f"{key}: padded sequences share no prompt; set model.use_remove_padding=true")
+    if arch.recurrent:
+        raise ValueError(f"{key}: linear attention in the {role} goes on with one sequence alone; leave it off")
+    if megatron.moe_aux_loss_coeff or megatron.moe_z_loss_coeff:
+        raise ValueError(
+            f"{key}: moe_aux_loss_coeff and moe_z_loss_coeff of the {role} count the tokens of each sequence; leave "
+            "either off"
+        )
 
 
 def check_router_losses(role: str, megatron: MegatronConfig, *, trains_experts: bool) -> None:

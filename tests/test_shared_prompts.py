@@ -1,0 +1,209 @@
+"""Prompts that several sequences begin with are computed once: the same log-probabilities, values and gradients."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks
+from selection import quick
+from tiny_run import write_run
+from training_cases import (
+    ARCH,
+    LATENT,
+    LINEAR,
+    NORMS_BEHIND,
+    SINKS,
+    SOME_WITH_EXPERTS,
+    WINDOWS,
+    Case,
+    actor_in,
+    fixed_batch,
+    train,
+)
+
+from megarl.config import load_config
+from megarl.data.packing import SharedPrompts, pack_by_tokens
+from megarl.models.architecture import Architecture
+from megarl.models.microbatch import SequenceShard, make_micro_batch
+from megarl.models.packed_attention import SharedKeys, packed_attention, padded_attention
+from megarl.trainer.layouts import check_shared_prompts
+from megarl.types import Batch, batch_of
+
+CPU = torch.device("cpu")
+
+
+def _model(shared: bool) -> dict[str, Any]:
+    return {"model": {"dtype": "float32", "use_prefix_grouper": shared}}
+
+
+# ---------------------------------------------------------------------------------------------------------- attention
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_keys_in_common_are_attended_to_as_own_ones(window: int | None, sinks: bool) -> None:
+    """Two sequences with one prompt of 7 tokens, and one by itself, against each sequence alone."""
+    generator = torch.Generator().manual_seed(0)
+    prompt, lengths = 7, (12, 10, 9)
+    rows = [*range(12), *range(7), *range(12, 15), *range(15, 24)]
+    q, k, v = (torch.randn(24, heads, 8, generator=generator, requires_grad=True) for heads in (4, 2, 2))
+    logits = torch.randn(4, generator=generator) if sinks else None
+    rule: dict[str, Any] = {"window": window, "sinks": logits}
+    queries = [12, lengths[1] - prompt, 9]
+    got = packed_attention(
+        q,
+        k,
+        v,
+        cu_seqlens=torch.tensor([0, 12, 15, 24], dtype=torch.int32),
+        longest=12,
+        slots=torch.cat([12 * i + torch.arange(n) for i, n in enumerate(queries)]),
+        shared=SharedKeys(
+            rows=torch.tensor(rows),
+            cu_seqlens=torch.tensor([0, 12, 22, 31], dtype=torch.int32),
+            longest=12,
+            slots=torch.cat([12 * i + torch.arange(n) for i, n in enumerate(lengths)]),
+        ),
+        **rule,
+    )
+    want, begin = torch.zeros_like(got), 0
+    for length, own in zip(lengths, queries, strict=True):
+        at = torch.tensor(rows[begin : begin + length])
+        alone = padded_attention(*(x[at][None] for x in (q, k, v)), **rule)[0]
+        want = want.index_add(0, at[-own:], alone[-own:])
+        begin += length
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
+    grads = [torch.autograd.grad(out.square().sum(), (q, k, v), retain_graph=True) for out in (got, want)]
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+
+
+# ------------------------------------------------------------------------------------------------------- micro-batches
+
+
+def _turns() -> Batch:
+    """Responses of several turns, in which an environment speaks, to prompts that some have in common."""
+    rng = random.Random(4)
+    prompts = [[rng.randrange(90) for _ in range(n)] for n in (5, 3, 5)]
+    prompts.append(prompts[0][:3])  # begins as another one
+    order = [0, 0, 1, 1, 1, 2, 3, 0]
+    responses = [[rng.randrange(90) for _ in range(rng.randrange(2, 9))] for _ in order]
+    batch = batch_of([prompts[i] for i in order], responses, order)
+    mask = batch.response_mask.clone()
+    for start, length, prompt in zip(batch.starts, batch.lengths, (len(prompts[i]) for i in order), strict=True):
+        if length > prompt + 3:
+            mask[start + prompt + 1 : start + prompt + 3] = False
+    return batch.with_(response_mask=mask)
+
+
+def test_a_row_has_a_prompt_once_and_predicts_the_same_tokens() -> None:
+    batch = _turns()
+    columns = {"number": torch.arange(len(batch.tokens)).float()}
+    how: dict[str, Any] = dict(packed=True, shard=SequenceShard(tp=4), device=CPU, columns=columns)
+    apart = make_micro_batch(batch, range(8), **how)
+    shared = make_micro_batch(batch, range(8), share_prompts=True, **how)
+    saved = 5 + 2 * 3  # the second sequence's, and those of two more with the second prompt
+    assert (shared.cells >= 0).sum() == (apart.cells >= 0).sum() - saved
+    assert shared.packed is not None and shared.packed.shared is not None and shared.tokens.shape[1] % 4 == 0
+    for name in ("labels", "index", "sequences", "trained"):
+        assert torch.equal(getattr(shared, name), getattr(apart, name))
+    assert torch.equal(shared.columns["number"], apart.columns["number"])
+    for what in ("tokens", "position_ids"):  # of the tokens that predict, and of the last ones
+        for places in ("predictors", "last"):
+            one, other = (getattr(micro, what).flatten()[getattr(micro, places)] for micro in (shared, apart))
+            assert torch.equal(one, other)
+    rows, begin = shared.packed.shared.rows, 0
+    for start, length in zip(batch.starts, batch.lengths, strict=True):  # the keys are the whole sequences
+        assert torch.equal(shared.tokens[0, rows[begin : begin + length]], batch.tokens[start : start + length])
+        assert torch.equal(shared.position_ids[0, rows[begin : begin + length]], torch.arange(length))
+        begin += length
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_sequences_with_a_prompt_go_together_within_the_limit(seed: int) -> None:
+    rng = random.Random(seed)
+    dp, most = rng.choice((1, 2, 4)), 4000
+    prompts = [rng.randrange(1, 600) for _ in range(48)]
+    of = [i for i in range(48) for _ in range(rng.choice((1, 4, 8)))]
+    lengths = [prompts[i] + rng.randrange(1, 500) for i in of]
+    shared = SharedPrompts(numbers=of, tokens=[prompts[i] for i in of])
+    half = len(of) // 2
+    mini_batches = [range(half), range(half, len(of))]
+    plan = pack_by_tokens(lengths, mini_batches, dp=dp, max_tokens=most, prompts=shared)
+    for number, sequences in enumerate(mini_batches):
+        micro_batches = [micro for rank in plan for micro in rank[number]]
+        assert sorted(i for micro in micro_batches for i in micro) == list(sequences)
+        assert max(shared.computed(micro, lengths) for micro in micro_batches) <= most
+        loads = [sum(shared.computed(micro, lengths) for micro in rank[number]) for rank in plan]
+        assert max(loads) <= 1.1 * min(loads)
+    saved = sum(shared.saved(micro)[0] for rank in plan for mini_batch in rank for micro in mini_batch)
+    again = sum(prompts[i] for i, before in zip(of[1:], of, strict=False) if i == before)
+    assert 0.9 * again < saved <= again
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+LAYOUTS: list[tuple[dict[str, Any], Architecture]] = [
+    (dict(tp=2, sequence_parallel=True), ARCH),
+    (dict(pp=2, dp=2, chunks=2), ARCH),
+    (dict(cp=2, dp=2), ARCH),
+    (dict(dp=2), WINDOWS),
+    (dict(pp=2, dp=2), SINKS),
+    (dict(pp=2), LATENT),
+    (dict(dp=2, ep=2), SOME_WITH_EXPERTS),
+    (dict(cp=2, tp=2, sequence_parallel=True), NORMS_BEHIND),
+]
+
+
+@pytest.mark.parametrize(("layout", "arch"), quick(LAYOUTS, 0, 2), ids=str)
+def test_losses_and_gradients_are_the_same(ranks: Ranks, layout: dict[str, Any], arch: Architecture) -> None:
+    for mode in ("policy", "supervised"):
+        apart, shared = (
+            ranks.run(case.world, train, case, 3, mode, arch)[0]
+            for case in (Case(**layout, config=_model(share)) for share in (False, True))
+        )
+        for one, other in zip(apart, shared, strict=True):
+            assert other == pytest.approx(one, rel=1e-5, abs=1e-6)
+
+
+def _outputs(shared: bool) -> tuple[torch.Tensor, torch.Tensor, int, float]:
+    """Log-probabilities, values, saved tokens, and how far the first ratio is from 1."""
+    case = Case(dp=2, config=_model(shared))
+    with actor_in(case) as actor:
+        batch = fixed_batch().with_(temperature=0.9)
+        plan = actor.plan(batch)
+        logp = actor.log_probs(batch, plan)
+        old = batch.with_(old_logp=logp, advantages=batch.response_mask.float())
+        from megarl.algorithms.losses.vanilla import PolicyClip
+
+        metrics = actor.update(old, plan.mini_batches[0], PolicyClip(clip_low=0.2, clip_high=0.2))
+    with actor_in(case, role="Critic") as critic:
+        values = critic.values(batch, critic.plan(batch))
+    return logp, values, plan.saved[0], float(metrics["ratio_max_deviation"].value)
+
+
+def test_one_plan_for_outputs_and_training(ranks: Ranks) -> None:
+    (apart, values, none, _), *_ = ranks.run(2, _outputs, False)
+    (shared, values_shared, saved, deviation), *_ = ranks.run(2, _outputs, True)
+    torch.testing.assert_close(shared, apart, atol=2e-6, rtol=0)
+    torch.testing.assert_close(values_shared, values, atol=2e-6, rtol=0)
+    assert none == 0 < saved and deviation == 0.0
+
+
+# -------------------------------------------------------------------------------------------------------------- checks
+
+
+def test_what_shares_no_prompt_is_refused(tmp_path: Path) -> None:
+    config = load_config(str(write_run(tmp_path, actor_rollout_ref__model__use_prefix_grouper=True)))
+    model, megatron = config.actor_rollout_ref.model, config.actor_rollout_ref.actor.megatron
+    check_shared_prompts("actor", model, megatron, ARCH)
+    with pytest.raises(ValueError, match=r"padded sequences share no prompt; set model\.use_remove_padding=true"):
+        check_shared_prompts("actor", model.model_copy(update={"use_remove_padding": False}), megatron, ARCH)
+    with pytest.raises(ValueError, match="linear attention in the actor goes on with one sequence alone"):
+        check_shared_prompts("actor", model, megatron, LINEAR)
+    with pytest.raises(ValueError, match="of the critic count the tokens of each sequence"):
+        losses = megatron.model_copy(update={"moe_z_loss_coeff": 0.1})
+        check_shared_prompts("critic", model, losses, SOME_WITH_EXPERTS)
