@@ -207,6 +207,9 @@ def test_switches() -> None:
     assert update(**offloaded)["activations"] == 2 * 8192 * (2048 + per_token)
     with_inputs, without = (host_bytes(job(**changes), 0) for changes in (offloaded, {}))
     assert with_inputs - without == 2 * 8192 * 2 * 16 * 2048
+    shared = update(model__use_prefix_grouper=True)["activations"] - update()["activations"]
+    keys = 8 * 4096 / (1024 + 8 * 3072)  # for each token that is computed
+    assert shared == pytest.approx(2 * 8192 * 2 * 16 * keys * 2 * 4 * 128)
     assert update(actor__megatron__transformer_engine="none") == update()
     assert update(model__dtype="float32")["optimizer state"] == 8 * FIRST_STAGE // 2
     assert update(actor__megatron__use_distributed_optimizer=False)["optimizer state"] == 12 * FIRST_STAGE

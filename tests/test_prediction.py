@@ -152,6 +152,17 @@ def test_a_step() -> None:
     assert seconds["update"] == pytest.approx(4 * forward * slowed(stages, 64))
 
 
+def test_prompts_in_common_are_computed_once() -> None:
+    apart, shared = (
+        step_seconds(considered, H200, LENGTHS, ROOM, reshard_of_some_ranks(considered))
+        for considered in (job(), job(model__use_prefix_grouper=True))
+    )
+    saved = 7 / 8 * forward_flops(LLAMA_3_8B, 1024) / forward_flops(LLAMA_3_8B, 4096)
+    assert shared["update"] == pytest.approx((1 - saved) * apart["update"])
+    assert shared["log_probs"] == pytest.approx((1 - saved) * apart["log_probs"])
+    assert shared["generate"] == apart["generate"]
+
+
 def test_warnings() -> None:
     assert layout_warnings(job(), LENGTHS, ROOM) == []
     assert layout_warnings(job(gpus=16, tp=16, pp=1, generation_tp=16), LENGTHS, ROOM) == [

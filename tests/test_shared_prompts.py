@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from ranks import Ranks
+from run_cases import run_here
 from selection import quick
-from tiny_run import write_run
+from tiny_run import FINGERPRINT, metrics_of, write_run
 from training_cases import (
     ARCH,
     LATENT,
@@ -191,6 +192,33 @@ def test_one_plan_for_outputs_and_training(ranks: Ranks) -> None:
     torch.testing.assert_close(shared, apart, atol=2e-6, rtol=0)
     torch.testing.assert_close(values_shared, values, atol=2e-6, rtol=0)
     assert none == 0 < saved and deviation == 0.0
+
+
+def _rows(ranks: Ranks, folder: Path, shared: bool) -> list[dict[str, Any]]:
+    folder.mkdir()
+    (folder / "reward.py").write_text(FINGERPRINT)
+    config = write_run(
+        folder,
+        reward__name=f"{folder / 'reward.py'}:score",
+        trainer__logger=["jsonl"],
+        trainer__val_before_train=False,
+        trainer__test_freq=0,
+        trainer__total_training_steps=2,
+        algorithm__adv_estimator="gae",
+        actor_rollout_ref__model__use_prefix_grouper=shared,
+    )
+    ended, said = ranks.run(2, run_here, str(config))[0]
+    assert ended == "", said
+    return metrics_of(folder)
+
+
+@pytest.mark.slow
+def test_a_run_is_the_same_and_says_what_it_saved(ranks: Ranks, tmp_path: Path) -> None:
+    apart, shared = (_rows(ranks, tmp_path / str(share), share)[0] for share in (False, True))
+    for name in ("actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm", "rollout/logp_gap_mean"):
+        assert 0 != shared[name] == pytest.approx(apart[name], rel=1e-4, abs=1e-6)
+    assert 0 < shared["perf/shared_prompt_tokens"] < 0.75 and "perf/shared_prompt_tokens" not in apart
+    assert shared["actor/first_ratio_max_deviation"] == 0 and shared["reward/mean"] == apart["reward/mean"]
 
 
 # -------------------------------------------------------------------------------------------------------------- checks

@@ -162,7 +162,18 @@ def _layer(model: ModelJob, stage: int) -> float:
     """Count the elements per token of a layer's activations; embedding and loss alone keep one hidden state."""
     if model.layout.layers_of_stage(model.arch.num_layers, stage) == 0:
         return model.arch.hidden_size
-    return layer_activations(model.arch, tp=model.layout.tp, sequence_parallel=model.sequence_parallel)
+    tp = model.layout.tp
+    return layer_activations(model.arch, tp=tp, sequence_parallel=model.sequence_parallel) + _copied_keys(model)
+
+
+def _copied_keys(model: ModelJob) -> float:
+    """Count the elements per token of a layer's keys and values, where each sequence gets those of a common prompt."""
+    config, data = model.config.actor_rollout_ref, model.config.data
+    if not config.model.use_prefix_grouper:
+        return 0.0
+    n, prompt, response = config.rollout.n, data.max_prompt_length, data.max_response_length
+    keys = n * (prompt + response) / (prompt + n * response)
+    return keys * max(layer.attention.training_keys(model.layout.tp) for layer in model.arch.kinds)
 
 
 def _pass(model: ModelJob, stage: int, sequences: int, kept: float) -> Items:

@@ -121,6 +121,9 @@ def _busy_seconds(job: Job, model: ModelJob, accelerator: Accelerator, lengths: 
     """Predict the seconds that a layout needs for the FLOPs of a forward pass over all sequences of a step, bubbles not
     counted."""
     flops = job.sequences * forward_flops(model.arch, lengths.total)
+    if job.generates and job.config.actor_rollout_ref.model.use_prefix_grouper:
+        again = job.sequences * (1 - 1 / job.config.actor_rollout_ref.rollout.n)
+        flops -= again * forward_flops(model.arch, lengths.prompt)
     return flops / (model.layout.size * _flops(job, accelerator))
 
 

@@ -51,7 +51,7 @@ def update_on(
     run.check_agreement(batch)
     run.log("", {"tokens": float(batch.lengths.sum())})
     (mini_batch,) = plan.mini_batches
-    run.records.pace.passed(batch, 3)
+    run.records.pace.passed(batch, 3, plan.saved)
     with run.phase(Phase.UPDATE):
         return model.update(batch, mini_batch, loss)
 

@@ -30,6 +30,7 @@ _NAMES: Mapping[str, str] = {
     "reward.num_workers": "reward_model.num_workers",
     "reward.reward_model.model_path": "reward_model.model.path",
     "reward_model.sandbox_fusion_url": "reward_model.sandbox_fusion.url",
+    f"{A}.use_prefix_grouper": f"{M}.use_prefix_grouper",
     f"{A}.compute_sum_pi_squared": f"{A}.calculate_sum_pi_squared",
     "algorithm.use_token_level_loss": f"{A}.use_token_level_loss",
     **{

@@ -283,6 +283,13 @@ _MACHINE = (
     _m("perf/generated_tokens_per_s_per_gpu", "tokens/s", "`perf/generated_tokens_per_s` per rank", "rank 0"),
     _m("perf/samples_per_s", "responses/s", "responses or examples of the step per second of the whole step", "rank 0"),
     _m(
+        "perf/shared_prompt_tokens",
+        "1",
+        "part of the step's tokens that the actor did not compute, as a neighbour's prompt had them "
+        "(`model.use_prefix_grouper`)",
+        "rank 0",
+    ),
+    _m(
         "perf/mfu",
         "1",
         "matrix products of the actor's passes and updates per second of the phases `log_probs` and "

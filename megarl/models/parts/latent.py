@@ -138,6 +138,9 @@ class Latent(AttentionPart):
                     "narrow vector (q_lora_rank, or kv_lora_rank + qk_rope_head_dim)"
                 )
 
+    def training_keys(self, tp: int) -> float:
+        return self.num_attention_heads * (self.qk_head_dim + self.v_head_dim) / tp
+
     def activations(self, hidden: int, tp: int) -> float:
         """Count heads (2 qk + 2 v) / t of queries, keys, values and the output, and twice the narrow vectors."""
         heads = 2 * self.num_attention_heads * (self.qk_head_dim + self.v_head_dim) / tp

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, ClassVar, Protocol
 
@@ -84,6 +85,10 @@ class AttentionPart(Part, Protocol):
     def cache_shape(self, tp: int) -> tuple[int, int, int]:
         """Give the shape of a token in the KV cache of a rank: tensors (keys and values: 2), heads, width of a head."""
         ...
+
+    def training_keys(self, tp: int) -> float:
+        """Count the elements per token of keys and values in the training layout."""
+        return math.prod(self.cache_shape(tp))
 
     def state_shapes(self, tp: int) -> tuple[tuple[int, ...], ...]:
         """Give the shapes of what a rank keeps of a sequence, however long it is: float32, beside the KV cache."""

@@ -51,17 +51,20 @@ class Pace:
             self._peak = peak_flops(properties.name, dtype)
             self._gpu = GpuSampler(str(properties.uuid))
         self._parameters = active_parameter_count(arch) if self._peak else 0
-        self._flops, self._sequences = 0.0, 0
+        self._flops, self._sequences, self._tokens, self._saved = 0.0, 0, 0, 0
 
-    def passed(self, batch: Batch, passes: float) -> None:
+    def passed(self, batch: Batch, passes: float, saved: tuple[int, int] = (0, 0)) -> None:
         """Count a batch that the actor's model computed with.
 
         Args:
             passes: over all of it, a forward one being 1 and a forward and backward one 3. Recomputation is none.
+            saved: see `StepPlan.saved`.
         """
         self._sequences += len(batch)
+        self._tokens, self._saved = self._tokens + int(batch.lengths.sum()), self._saved + saved[0]
         if self._peak:
-            tokens, squares = float(batch.lengths.sum()), float(batch.lengths.square().sum())
+            tokens = float(batch.lengths.sum() - saved[0])
+            squares = float(batch.lengths.square().sum() - saved[1])
             self._flops += passes * flops_of_sequences(self._arch, self._parameters, tokens, squares)
 
     def own(self, seconds: Mapping[str, float], waits: Sequence[Wait], speed: Speed | None) -> OfRank:
@@ -92,12 +95,13 @@ class Pace:
         """
         metrics = {
             **self._mfu(seconds),
+            **({"perf/shared_prompt_tokens": self._saved / self._tokens} if self._saved else {}),
             **(_speed_metrics(speed, len(ranks)) if speed else {}),
             **_latencies([seconds for rank in ranks for seconds in rank.latencies]),
             **stragglers([rank.work for rank in ranks]),
             **gpu_metrics([rank.gpu for rank in ranks]),
         }
-        sequences, self._sequences, self._flops = self._sequences, 0, 0.0
+        sequences, self._sequences, self._flops, self._tokens, self._saved = self._sequences, 0, 0.0, 0, 0
         return metrics, sequences
 
     def close(self) -> None:
