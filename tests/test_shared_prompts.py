@@ -44,42 +44,41 @@ def _model(shared: bool) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------------- attention
 
 
-@pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("sinks", [False, True])
-def test_keys_in_common_are_attended_to_as_own_ones(window: int | None, sinks: bool) -> None:
-    """Two sequences with one prompt of 7 tokens, and one by itself, against each sequence alone."""
+def _attended(device: str, dtype: torch.dtype, **rule: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Outputs and gradients of two sequences with one prompt of 7 tokens, and one by itself; and of each alone."""
     generator = torch.Generator().manual_seed(0)
     prompt, lengths = 7, (12, 10, 9)
     rows = [*range(12), *range(7), *range(12, 15), *range(15, 24)]
-    q, k, v = (torch.randn(24, heads, 8, generator=generator, requires_grad=True) for heads in (4, 2, 2))
-    logits = torch.randn(4, generator=generator) if sinks else None
-    rule: dict[str, Any] = {"window": window, "sinks": logits}
+    inputs = [torch.randn(24, heads, 16, generator=generator) for heads in (4, 2, 2)]
+    q, k, v = (x.to(device, dtype).requires_grad_() for x in inputs)
     queries = [12, lengths[1] - prompt, 9]
-    got = packed_attention(
-        q,
-        k,
-        v,
-        cu_seqlens=torch.tensor([0, 12, 15, 24], dtype=torch.int32),
-        longest=12,
-        slots=torch.cat([12 * i + torch.arange(n) for i, n in enumerate(queries)]),
-        shared=SharedKeys(
-            rows=torch.tensor(rows),
-            cu_seqlens=torch.tensor([0, 12, 22, 31], dtype=torch.int32),
-            longest=12,
-            slots=torch.cat([12 * i + torch.arange(n) for i, n in enumerate(lengths)]),
-        ),
-        **rule,
-    )
+    at = [torch.cat([12 * i + torch.arange(n) for i, n in enumerate(some)]).to(device) for some in (queries, lengths)]
+    begins = [torch.tensor(some, dtype=torch.int32, device=device) for some in ([0, 12, 15, 24], [0, 12, 22, 31])]
+    shared = SharedKeys(rows=torch.tensor(rows, device=device), cu_seqlens=begins[1], longest=12, slots=at[1])
+    got = packed_attention(q, k, v, cu_seqlens=begins[0], longest=12, slots=at[0], shared=shared, **rule)
     want, begin = torch.zeros_like(got), 0
     for length, own in zip(lengths, queries, strict=True):
-        at = torch.tensor(rows[begin : begin + length])
-        alone = padded_attention(*(x[at][None] for x in (q, k, v)), **rule)[0]
-        want = want.index_add(0, at[-own:], alone[-own:])
+        mine = torch.tensor(rows[begin : begin + length], device=device)
+        alone = padded_attention(*(x[mine][None] for x in (q, k, v)), **rule)[0]
+        want = want.index_add(0, mine[-own:], alone[-own:])
         begin += length
-    torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
     grads = [torch.autograd.grad(out.square().sum(), (q, k, v), retain_graph=True) for out in (got, want)]
-    for one, other in zip(*grads, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+    return [got, *grads[0]], [want, *grads[1]]
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_keys_in_common_are_attended_to_as_own_ones(window: int | None, sinks: bool) -> None:
+    logits = torch.randn(4, generator=torch.Generator().manual_seed(1)) if sinks else None
+    for got, want in zip(*_attended("cpu", torch.float32, window=window, sinks=logits), strict=True):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("window", [None, 5])
+def test_flash_attention_sees_keys_in_common(window: int | None) -> None:
+    for got, want in zip(*_attended("cuda", torch.bfloat16, window=window), strict=True):
+        torch.testing.assert_close(got, want, atol=0.05, rtol=0.02)
 
 
 # ------------------------------------------------------------------------------------------------------- micro-batches

@@ -30,7 +30,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def _train_and_generate(case: Case, which: str, arch: Architecture) -> tuple[bool, torch.Tensor, list[float], float]:
+def _train_and_generate(
+    case: Case, which: str, arch: Architecture, shared: bool
+) -> tuple[bool, torch.Tensor, list[float], float]:
     """Log-probs before, losses of 3 updates, and the engine's largest log-prob gap after them."""
     from megarl.types import Prompt, SamplingParams
 
@@ -39,6 +41,7 @@ def _train_and_generate(case: Case, which: str, arch: Architecture) -> tuple[boo
         "actor": {"megatron": megatron},
         "rollout": {"tensor_model_parallel_size": case.gen_tp},
         "reshard": {"verify": True},
+        "model": {"dtype": "bfloat16", "use_prefix_grouper": shared},
     }
     with actor_in(replace(case, config=config), arch, "bfloat16", lr=1e-3) as actor:
         batch = fixed_batch()
@@ -51,17 +54,17 @@ def _train_and_generate(case: Case, which: str, arch: Architecture) -> tuple[boo
         made = rollouts.to_batch()
         logp = actor.log_probs(made, actor.plan(made))
         assert made.rollout_logp is not None
-        return not actor.layers.rotates, before, losses, float((logp - made.rollout_logp).abs().mean())
+        return actor.layers.names.fused_norms, before, losses, float((logp - made.rollout_logp).abs().mean())
 
 
 LLAMA3 = RopeScaling(factor=8.0, original_max_position_embeddings=16)
 
 
-def _compare(ranks: Ranks, case: Case, arch: Architecture) -> None:
+def _compare(ranks: Ranks, case: Case, arch: Architecture, *, shared: bool = False) -> None:
     if torch.cuda.device_count() < case.world:
         pytest.skip(f"needs {case.world} GPUs")
-    ours = ranks.run(case.world, _train_and_generate, case, "none", arch)[0]
-    theirs = ranks.run(case.world, _train_and_generate, case, "auto", arch)[0]
+    ours = ranks.run(case.world, _train_and_generate, case, "none", arch, False)[0]
+    theirs = ranks.run(case.world, _train_and_generate, case, "auto", arch, shared)[0]
     assert (ours[0], theirs[0]) == (False, True)
     assert float((ours[1] - theirs[1]).abs().mean()) < 0.02  # bf16 has 8 bits
     assert theirs[2] == pytest.approx(ours[2], rel=5e-3)
@@ -78,6 +81,15 @@ def _compare(ranks: Ranks, case: Case, arch: Architecture) -> None:
 )
 def test_transformer_engine_agrees_with_torch(ranks: Ranks, case: Case, arch: Architecture) -> None:
     _compare(ranks, case, arch)
+
+
+@pytest.mark.parametrize("arch", [ARCH, WITH_EXPERTS], ids=["", "experts"])
+@pytest.mark.parametrize(("case", "shared"), [(Case(), True), (Case(cp=2, gen_tp=2), False)], ids=["prompts", "cp2"])
+def test_our_attention_in_its_layers_agrees_with_torch(
+    ranks: Ranks, case: Case, shared: bool, arch: Architecture
+) -> None:
+    """Prompts that are computed once, and context parallelism, between its projections."""
+    _compare(ranks, case, arch, shared=shared)
 
 
 @pytest.mark.parametrize("arch", [WITH_EXPERTS, SOME_WITH_EXPERTS], ids=["experts", "sigmoid-experts"])
