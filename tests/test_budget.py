@@ -205,6 +205,8 @@ def test_switches() -> None:
     assert recomputed["activations"] == 2 * 8192 * (2 * 16 * 2048 + per_token)
     offloaded = {"model__enable_gradient_checkpointing": True, "model__enable_activation_offload": True}
     assert update(**offloaded)["activations"] == 2 * 8192 * (2048 + per_token)
+    some = update(model__recompute_modules=["mlp"])["activations"]
+    assert some == 2 * 8192 * ((2 * 16 - 1) * (per_token - 21_504) + per_token)
     with_inputs, without = (host_bytes(job(**changes), 0) for changes in (offloaded, {}))
     assert with_inputs - without == 2 * 8192 * 2 * 16 * 2048
     shared = update(model__use_prefix_grouper=True)["activations"] - update()["activations"]

@@ -23,6 +23,7 @@ from megarl.estimate.prediction import (
     reshard_of_some_ranks,
     reshard_seconds,
     step_seconds,
+    update_seconds,
 )
 from megarl.parallel.pipeline_split import PipelineSplit
 from megarl.reshard.traffic import Traffic
@@ -150,6 +151,15 @@ def test_a_step() -> None:
     stages = with_output(2, LAYERS, OUTPUT)
     assert seconds["log_probs"] == seconds["ref"] == pytest.approx(forward * slowed(stages, 128))
     assert seconds["update"] == pytest.approx(4 * forward * slowed(stages, 64))
+
+
+def test_parts_of_a_layer_are_computed_again() -> None:
+    kept, again = (
+        update_seconds(considered, considered.actor, H200, LENGTHS)
+        for considered in (job(), job(model__recompute_modules=["mlp"]))
+    )
+    mlps = 2 * 4096 * 32 * 3 * 4096 * 14_336 / forward_flops(LLAMA_3_8B, 4096)
+    assert again == pytest.approx(kept * (3 + mlps) / 3)
 
 
 def test_prompts_in_common_are_computed_once() -> None:

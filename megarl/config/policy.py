@@ -25,6 +25,11 @@ class ModelConfig(ModelFiles):
     )
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="data type of weights and activations")
     enable_gradient_checkpointing: bool = Field(False, description="recompute every layer's activations in backward")
+    recompute_modules: list[Literal["mlp", "moe"]] = Field(
+        [],
+        description="parts of a layer whose activations are recomputed in backward, the others being kept: mlp, the "
+        "MLP that every token goes through; moe, experts with their router",
+    )
     enable_activation_offload: bool = Field(
         False,
         description="what enable_gradient_checkpointing keeps, each layer's input, waits in host memory until the "
@@ -36,6 +41,11 @@ class ModelConfig(ModelFiles):
         description="the prompt that several sequences of a micro-batch begin with is computed once for all; they are "
         "put into the same micro-batches",
     )
+
+    @property
+    def recomputed(self) -> bool | list[Literal["mlp", "moe"]]:
+        """Say what of a layer is computed again in backward: all but its input, or some parts."""
+        return self.enable_gradient_checkpointing or self.recompute_modules
 
 
 class OptimConfig(Section):

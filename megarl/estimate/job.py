@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -16,7 +16,7 @@ from megarl.models.parameter_names import ParameterNames
 from megarl.models.placements import Placement
 from megarl.models.sizes import kv_bytes_per_token, routed_bytes_per_token
 from megarl.models.tensors import volume
-from megarl.models.weights import EMBEDDING, engine_placements, training_placements
+from megarl.models.weights import EMBEDDING, engine_placements, layer_prefix, training_placements
 from megarl.parallel.layout import GenerationLayout, TrainLayout, dealt_out
 from megarl.reshard.repeat import Repetitions, Runs, expert_of, layer_of, of_experts, repetitions
 from megarl.reshard.sharing import SharedPlace, plan_shared
@@ -178,15 +178,32 @@ def parameter_count(arch: Architecture) -> int:
 
 def active_parameter_count(arch: Architecture) -> int:
     """Count the elements that multiply a token: only its own experts, and not the embedding that it looks up."""
-    active = active_parameters(arch)
-    return sum(count * active[first] for first, count in repetitions(arch).layers.items()) + active[None]
+    return _in_all_layers(arch, active_parameters(arch))
+
+
+def recomputed_parameter_count(arch: Architecture, modules: Collection[str]) -> int:
+    """Count those of these MLPs, by `MLPPart.recomputed_as`."""
+    of_mlps = {
+        tensor.name
+        for i in arch.firsts
+        if arch.layer(i).mlp.recomputed_as in modules
+        for tensor in arch.layer(i).mlp.tensors(layer_prefix(i), arch.hidden_size)
+    }
+    return _in_all_layers(arch, active_parameters(arch, frozenset(of_mlps))) if of_mlps else 0
+
+
+def _in_all_layers(arch: Architecture, in_first: Counter[int | None]) -> int:
+    return sum(count * in_first[first] for first, count in repetitions(arch).layers.items()) + in_first[None]
 
 
 @cache
-def active_parameters(arch: Architecture) -> Counter[int | None]:
+def active_parameters(arch: Architecture, among: frozenset[str] = frozenset()) -> Counter[int | None]:
     """Count the elements that multiply a token in the first layer of each run of equal layers, by its number.
 
     Those of the output are under None.
+
+    Args:
+        among: of these tensors alone; none: of all.
     """
     experts = {0: arch.moe.experts_per_token} if arch.moe else repetitions(arch).experts
     once = Repetitions(layers=dict.fromkeys(arch.firsts, 1), experts=experts)
@@ -199,8 +216,11 @@ def active_parameters(arch: Architecture) -> Counter[int | None]:
             return place.box[0][1] <= chosen
         return place.tensor != EMBEDDING or arch.tied
 
+    def counts(place: Placement) -> bool:
+        return multiplies(place) and (not among or place.tensor in among)
+
     active: Counter[int | None] = Counter()
-    for place in filter(multiplies, training_placements(arch, whole, 0, layers=once.layers, experts=once.experts)):
+    for place in filter(counts, training_placements(arch, whole, 0, layers=once.layers, experts=once.experts)):
         active[layer_of(place.tensor)] += _elements([place], once)
     return active
 

@@ -8,6 +8,7 @@ Activations are those of `megarl.models.sizes`.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from megarl.estimate.job import training_elements
@@ -134,7 +135,8 @@ def forward_and_backward(model: ModelJob, stage: int) -> Items:
     alive, layer = layers_in_flight(model, stage), _layer(model, stage)
     settings = model.config.actor_rollout_ref.model
     if not settings.enable_gradient_checkpointing:
-        return _pass(model, stage, model.mini_batch, max(alive * layer, layer))
+        kept = _layer(model, stage, without=settings.recompute_modules)
+        return _pass(model, stage, model.mini_batch, max(alive, 1) * kept + layer - kept)
     # the layer that is being recomputed, and every layer's input, or one that comes from the host
     inputs = min(1, alive) if settings.enable_activation_offload else alive
     return _pass(model, stage, model.mini_batch, inputs * _layer_input(model) + layer)
@@ -158,12 +160,17 @@ def forward(model: ModelJob, stage: int) -> Items:
     return _pass(model, stage, model.forward_batch, _layer(model, stage))
 
 
-def _layer(model: ModelJob, stage: int) -> float:
-    """Count the elements per token of a layer's activations; embedding and loss alone keep one hidden state."""
+def _layer(model: ModelJob, stage: int, without: Collection[str] = ()) -> float:
+    """Count the elements per token of a layer's activations; embedding and loss alone keep one hidden state.
+
+    Args:
+        without: see `layer_activations`.
+    """
     if model.layout.layers_of_stage(model.arch.num_layers, stage) == 0:
         return model.arch.hidden_size
-    tp = model.layout.tp
-    return layer_activations(model.arch, tp=tp, sequence_parallel=model.sequence_parallel) + _copied_keys(model)
+    return _copied_keys(model) + layer_activations(
+        model.arch, tp=model.layout.tp, sequence_parallel=model.sequence_parallel, without=without
+    )
 
 
 def _copied_keys(model: ModelJob) -> float:

@@ -19,6 +19,7 @@ from megarl.estimate.job import (
     engine_elements,
     expert_elements,
     parameter_count,
+    recomputed_parameter_count,
     shared_of_first_layers,
 )
 from megarl.estimate.model import ModelJob
@@ -110,11 +111,21 @@ def forward_seconds(job: Job, model: ModelJob, accelerator: Accelerator, lengths
 
 
 def update_seconds(job: Job, model: ModelJob, accelerator: Accelerator, lengths: Lengths) -> float:
-    """Predict a model's optimizer steps: each sequence forward, backward (twice that), and forward if recomputed."""
+    """Predict a model's optimizer steps: each sequence forward, backward (twice that), and forward as far as that is
+    recomputed."""
     assert model.mini_batch is not None, "a model that is only read has no update"
-    passes = model.epochs * (4 if job.config.actor_rollout_ref.model.enable_gradient_checkpointing else 3)
+    passes = model.epochs * (3 + _recomputed(job, model, lengths))
     waiting = bubble(model, lengths.total, model.mini_batch)
     return passes * _busy_seconds(job, model, accelerator, lengths) / (1 - waiting)
+
+
+def _recomputed(job: Job, model: ModelJob, lengths: Lengths) -> float:
+    """Return the part of a forward pass that is done once more for the backward pass."""
+    settings = job.config.actor_rollout_ref.model
+    if settings.enable_gradient_checkpointing or not settings.recompute_modules:
+        return float(settings.enable_gradient_checkpointing)
+    parameters = recomputed_parameter_count(model.arch, settings.recompute_modules)
+    return 2 * parameters * lengths.total / forward_flops(model.arch, lengths.total)
 
 
 def _busy_seconds(job: Job, model: ModelJob, accelerator: Accelerator, lengths: Lengths) -> float:

@@ -62,14 +62,15 @@ def transformer_config(
     *,
     dtype: torch.dtype,
     sequence_parallel: bool = False,
-    recompute: bool = False,
+    recompute: bool | Sequence[str] = False,
     transformer_engine: bool = False,
     overrides: Mapping[str, Any] | None = None,
 ) -> TransformerConfig:
     """Configure Megatron-Core for the training layout.
 
     Args:
-        recompute: keep only each layer's input and recompute the rest in backward.
+        recompute: keep only each layer's input and recompute the rest in backward; or recompute these parts of a layer,
+            `mlp` and `moe`.
         transformer_engine: the layers are Transformer Engine's.
         overrides: TransformerConfig fields set as they are, last.
     """
@@ -105,7 +106,7 @@ def transformer_fields(
     *,
     dtype: torch.dtype,
     sequence_parallel: bool,
-    recompute: bool,
+    recompute: bool | Sequence[str],
     transformer_engine: bool = False,
     on_gpu: bool,
 ) -> dict[str, Any]:
@@ -153,8 +154,10 @@ def transformer_fields(
         fields |= dict(pipeline_model_parallel_layout=_uneven_stages(chunks))
     fields |= _layer_fields(arch)
     fields |= _activation(fields.get("activation_func", "silu"), on_gpu)
-    if recompute:
+    if recompute is True:
         fields |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    elif recompute:
+        fields |= dict(recompute_granularity="selective", recompute_modules=list(recompute))
     return fields
 
 

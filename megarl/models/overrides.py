@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, get_type_hints
 
 import torch
@@ -38,7 +38,7 @@ def check_overrides(
     *,
     dtype: torch.dtype,
     sequence_parallel: bool,
-    recompute: bool,
+    recompute: bool | Sequence[str],
 ) -> None:
     """Raises ValueError, naming the field, unless every override is one that Megatron-Core accepts and that is free."""
     fields = transformer_fields(

@@ -6,8 +6,9 @@ The log-probabilities and the engines, which take the memory, and `megarl.estima
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
-from megarl.models.architecture import Architecture
+from megarl.models.architecture import Architecture, Layer
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 """Bytes of an element by `actor_rollout_ref.model.dtype`."""
@@ -60,8 +61,13 @@ def routed_bytes_per_token(arch: Architecture) -> int:
     return len(arch.expert_layers) * arch.moe.experts_per_token * (1 if arch.moe.num_experts <= 256 else 2)
 
 
-def layer_activations(arch: Architecture, *, tp: int, sequence_parallel: bool, ep: int = 1) -> float:
+def layer_activations(
+    arch: Architecture, *, tp: int, sequence_parallel: bool, ep: int = 1, without: Collection[str] = ()
+) -> float:
     """Count the elements per token that the largest layer of the training layout keeps for the backward pass.
+
+    Args:
+        without: MLPs, by `MLPPart.recomputed_as`, of which nothing is kept.
 
     After arXiv 2205.05198, section 4, with the terms of this architecture (no dropout, no stored attention matrix,
     SwiGLU, grouped queries), t = TP:
@@ -79,8 +85,11 @@ def layer_activations(arch: Architecture, *, tp: int, sequence_parallel: bool, e
     hidden = arch.hidden_size
     most = max(4 * (layer.input_norms + layer.output_norms) for layer in arch.kinds)
     norms = most * hidden / (tp if sequence_parallel else 1)
-    parts = (layer.attention.activations(hidden, tp) + layer.mlp.activations(hidden, tp, ep) for layer in arch.kinds)
-    return norms + max(parts)
+
+    def mlp(layer: Layer) -> float:
+        return 0.0 if layer.mlp.recomputed_as in without else layer.mlp.activations(hidden, tp, ep)
+
+    return norms + max(layer.attention.activations(hidden, tp) + mlp(layer) for layer in arch.kinds)
 
 
 def attention_flops(arch: Architecture, tokens: float, squares: float) -> float:

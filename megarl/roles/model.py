@@ -91,7 +91,7 @@ class MegatronModel:
             groups,
             dtype=self.dtype,
             sequence_parallel=megatron.sequence_parallel,
-            recompute=model.enable_gradient_checkpointing,
+            recompute=model.recomputed,
             transformer_engine=fused,
             overrides=megatron.override_transformer_config,
         )

@@ -39,6 +39,7 @@ class Experts(MLPPart):
     """
 
     fused_norm: ClassVar = None  # the router needs the normalised input as well
+    recomputed_as: ClassVar = "moe"
     whole: ClassVar[bool] = False
     """Whether training cannot split an expert over ranks."""
 

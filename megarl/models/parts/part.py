@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from megarl.models.placements import LayerPlace, Placement
 from megarl.models.tensors import LogicalTensor
@@ -58,7 +58,12 @@ class MLPPart(Part, Protocol):
     """Describes the MLP of a layer, or its experts.
 
     In generation `ep` parts of the `tp` ranks have experts of their own, and tp / ep ranks share each of these.
+
+    Attributes:
+        recomputed_as: its name in `model.recompute_modules`.
     """
+
+    recomputed_as: ClassVar[Literal["mlp", "moe"]]
 
     def check_split(self, tp: int, key: str, ep: int = 1) -> None: ...
 

@@ -25,6 +25,7 @@ class SwiGLU(MLPPart):
     """
 
     fused_norm: ClassVar = "mlp.linear_fc1.layer_norm_weight"
+    recomputed_as: ClassVar = "mlp"
 
     ffn_hidden_size: int
     activation: Literal["silu", "gelu_tanh"] = "silu"

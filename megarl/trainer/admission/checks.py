@@ -122,6 +122,10 @@ def _check_configuration(config: Config) -> None:
     check_format(config)
     check_deterministic(config)
     model = config.actor_rollout_ref.model
+    if model.enable_gradient_checkpointing and model.recompute_modules:
+        raise ValueError(
+            "model.recompute_modules: model.enable_gradient_checkpointing recomputes all of a layer; leave either out"
+        )
     if model.enable_activation_offload and not model.enable_gradient_checkpointing:
         raise ValueError(
             "model.enable_activation_offload is for what model.enable_gradient_checkpointing keeps; "

@@ -38,6 +38,7 @@ def check_shapes(config: Config, arch: Architecture) -> None:
     what = f"data.max_prompt_length + data.max_response_length = {longest}"
     if longest > arch.max_position_embeddings:
         raise ValueError(f"{what} is more than the model's {arch.max_position_embeddings} positions")
+    _check_recomputed(config, arch)
     _check_overrides(config, arch)
     if trains(config) and actor.use_dynamic_bsz and longest > actor.most_tokens(actor.megatron):
         raise ValueError(f"{what} is more than actor.ppo_max_token_len_per_gpu = {actor.limit(actor.megatron)}")
@@ -64,6 +65,14 @@ def _check_routing_replay(config: Config, arch: Architecture) -> None:
         )
 
 
+def _check_recomputed(config: Config, arch: Architecture) -> None:
+    there = {layer.mlp.recomputed_as for layer in arch.kinds}
+    for name in config.actor_rollout_ref.model.recompute_modules:
+        if name not in there:
+            what = {"mlp": "an MLP without experts", "moe": "experts"}[name]
+            raise ValueError(f"model.recompute_modules: no layer of the model has {what}; leave {name} out")
+
+
 def _check_overrides(config: Config, arch: Architecture) -> None:
     model, megatron = config.actor_rollout_ref.model, config.actor_rollout_ref.actor.megatron
     if not megatron.override_transformer_config:
@@ -76,7 +85,7 @@ def _check_overrides(config: Config, arch: Architecture) -> None:
         train_layout(config),
         dtype=getattr(torch, model.dtype),
         sequence_parallel=megatron.sequence_parallel,
-        recompute=model.enable_gradient_checkpointing,
+        recompute=model.recomputed,
     )
 
 
