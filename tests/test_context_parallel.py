@@ -12,6 +12,7 @@ import torch.distributed as dist
 from architectures import changed
 from ranks import Ranks
 from run_cases import run_here
+from selection import quick
 from tiny_run import FINGERPRINT, metrics_of, numbers_of, write_run
 from training_cases import ARCH, LATENT, LINEAR, Case, actor_in, fixed_batch
 
@@ -50,7 +51,7 @@ def _parts(packed: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     return made[0], made[1]
 
 
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("packed", quick([True, False], 1))
 def test_the_parts_of_the_ranks_are_the_micro_batch(ranks: Ranks, packed: bool) -> None:
     answers = ranks.run(4, _parts, packed)
     parts, whole = [part for part, _ in answers], answers[0][1]

@@ -42,7 +42,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("case", "dtype"), quick(CASES, 3), ids=lambda x: getattr(x, "name", x))
+@pytest.mark.parametrize(("case", "dtype"), quick(CASES), ids=lambda x: getattr(x, "name", x))
 def test_bits_survive_any_layout(ranks: Ranks, tmp_path: Path, case: Case, dtype: torch.dtype) -> None:
     """4 query and 2 KV heads, so fewer than TP=4; a vocabulary of 61; tied and untied; experts."""
     folders = []

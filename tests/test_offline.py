@@ -163,6 +163,7 @@ def test_a_margin_on_held_out_answers_grows(ranks: Ranks, tmp_path: Path, mode: 
     assert last["val/margin"] > first["val/margin"] + 0.02 and last["val/accuracy"] > 0.9
 
 
+@pytest.mark.slow
 def test_a_reward_model_ranks_and_is_exported(ranks: Ranks, tmp_path: Path) -> None:
     import transformers
 

@@ -198,6 +198,7 @@ def numbered(case: Case, rank: int, plan: Plan) -> tuple[dict[str, torch.Tensor]
     return source, engine
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(cases())
 def test_aliases_are_the_parameters_that_copies_would_leave_in_order(case: Case) -> None:

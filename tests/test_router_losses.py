@@ -88,7 +88,7 @@ def plain(ranks: Ranks) -> list[dict[str, float]]:
     return ranks.run(1, _train, _weighted(Case()), WITH_EXPERTS)[0]
 
 
-@pytest.mark.parametrize("case", quick(CASES, 1), ids=lambda case: case.name + "-".join(map(str, case.config)))
+@pytest.mark.parametrize("case", quick(CASES), ids=lambda case: case.name + "-".join(map(str, case.config)))
 def test_losses_are_those_of_one_rank(ranks: Ranks, plain: list[dict[str, float]], case: Case) -> None:
     for history in ranks.run(case.world, _train, _weighted(case), WITH_EXPERTS):
         for got, want in zip(history, plain, strict=True):
