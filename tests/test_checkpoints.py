@@ -462,6 +462,24 @@ def test_layers_with_sinks_are_read_in_any_layout(ranks: Ranks, tmp_path: Path) 
     assert ranks.run(4, _layouts, str(tmp_path), cases, SINKS)[0][0] == [True] * 2
 
 
+def _same_element_twice(folder: str) -> str:
+    with actor_in(Case(dp=2)) as actor:
+        state = actor.sharded_state(loading=False)
+        tensor = next(x for x in state["model0"].values() if isinstance(x, ShardedTensor) and x.replica_id != 0)
+        tensor.replica_id = 0
+        settings: dict[str, Any] = dict(model_files=lambda folder: None, world=actor.groups.world)
+        with pytest.raises(RuntimeError) as e:
+            save_checkpoint(folder, rl_step(1), {"actor": state}, STATE, **settings)
+        return str(e.value)
+
+
+def test_what_no_ranks_have_between_them_is_refused_on_all(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks.run(2, _same_element_twice, str(tmp_path))
+    assert first == second and first.startswith(
+        "the ranks do not have a checkpoint between them: Invalid access pattern"
+    )
+
+
 @pytest.mark.slow
 def test_each_rank_writes_its_share(ranks: Ranks, tmp_path: Path) -> None:
     """The same bits from every layout; bytes per rank differ by less than one parameter with its state."""

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, diff, merge, nested_values
 from megatron.core.dist_checkpointing.mapping import (
     ShardedBase,
@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, W
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megarl.checkpoint.bit_sums import bit_sums, total_of
-from megarl.checkpoint.manifest import FileRecord, record_files
+from megarl.checkpoint.manifest import FileRecord, one_line, record_files
 from megarl.checkpoint.plan_items import (
     chunk_index,
     object_bytes,
@@ -90,12 +90,12 @@ class ShardedParts:
                 self._common, mine, self.copied = copy.deepcopy(self._common), _copied(mine, staging), True
         try:  # all of this runs while the tensors are copied; what waits for the device, for all copies, comes last
             self._planner = _Planner(mine)
-            described = [part.without_data() for part in nested_values(parts)]
-            everyone = world.gather((self._planner.items, described, self._common), "the plan of a checkpoint")
+            own = [part.without_data() for part in nested_values(parts)]
+            everyone = world.gather((self._planner.items, own, self._common), "the plan of a checkpoint")
             self._plans = [items for items, _, _ in everyone]
-            for rank, (_, _, common) in enumerate(everyone):
-                assert not any(diff(self._common, common)), f"rank {rank} has other common values than the first"
-            validate_sharding_integrity([described for _, described, _ in everyone])  # each element exactly once
+            described = [(of_rank, common) for _, of_rank, common in everyone]
+            if problem := world.broadcast(_problem(described) if described else None, "the plan of a checkpoint"):
+                raise RuntimeError(f"the ranks do not have a checkpoint between them: {problem}")
             bits = bit_sums(tensors)
         finally:
             if staging is not None:
@@ -133,6 +133,18 @@ class ShardedParts:
         _, metadata = self._planner.create_global_plan([SavePlan(items) for items in self._plans])
         FileSystemWriter(folder).finish(metadata, results)
         save_config(CheckpointingConfig("torch_dist"), folder)
+
+
+def _problem(of_ranks: Sequence[tuple[list[ShardedBase], dict[str, Any]]]) -> str | None:
+    """Say why the ranks' parts are no checkpoint: each element is there once, and common values are the same."""
+    for rank, (_, common) in enumerate(of_ranks):
+        if any(diff(of_ranks[0][1], common)):
+            return f"rank {rank} has other common values than the first"
+    try:
+        validate_sharding_integrity([parts for parts, _ in of_ranks])
+    except CheckpointingException as e:
+        return one_line(e)
+    return None
 
 
 def difference(reader: CheckpointReader, sharded: dict[str, Any]) -> str | None:
