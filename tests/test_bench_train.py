@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 from architectures import changed
 from ranks import Ranks
-from training_cases import ARCH
+from training_cases import ARCH, WITH_EXPERTS
+
+from megarl.models.architecture import Architecture
 
 SETTINGS = {
     "actor_rollout_ref": {"model": {"dtype": "float32"}, "actor": {"ppo_max_token_len_per_gpu": 96}},
 }
 
 
-def _measure(what: str, world: int) -> dict[str, Any]:
+def _measure(what: str, world: int, arch: Architecture = ARCH) -> dict[str, Any]:
     from dataclasses import asdict
 
     from megarl.config.load import build_config
@@ -29,7 +31,7 @@ def _measure(what: str, world: int) -> dict[str, Any]:
     try:
         if what == "log-probs":
             return asdict(bench.measure_log_probs(ARCH, groups, 40))
-        actor = bench.build(config, ARCH, groups)
+        actor = bench.build(config, arch, groups)
         if what == "training":
             return asdict(bench.measure_training(actor, config, [24] * 4 * world, 2, None))
         lengths = bench.long_tailed(24, 48)
@@ -39,9 +41,9 @@ def _measure(what: str, world: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2])
-def test_training(ranks: Ranks, world: int) -> None:
-    for figures in ranks.run(world, _measure, "training", world):
+@pytest.mark.parametrize(("world", "arch"), [(1, ARCH), (2, ARCH), (1, WITH_EXPERTS)], ids=["1", "2", "experts"])
+def test_training(ranks: Ranks, world: int, arch: Architecture) -> None:
+    for figures in ranks.run(world, _measure, "training", world, arch):
         assert figures["tokens"] == 24 * 4 * world
         for phase in figures["phases"].values():
             assert phase["tokens_per_second"] == pytest.approx(figures["tokens"] / phase["seconds"] / world)

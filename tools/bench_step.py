@@ -55,7 +55,8 @@ class Figures:
     """What a run showed.
 
     Attributes:
-        phases: by name; `step` is everything. Of generation the tokens of the responses count, of the other phases all.
+        phases: by name; `step` is everything. Of generation the tokens of the responses count, of the other phases all,
+            also those of prompts that are computed once; as FLOPs what is computed.
             Peaks are GiB in use on the fullest GPU, 0 on CPU ranks.
         predicted_gib: of the phases that the budget knows; empty on CPU ranks.
         alone: what does the work of a phase by itself.
@@ -135,7 +136,11 @@ def measure(inputs: Inputs, world: World, rounds: int, *, alone: bool, peer: boo
     count = config.data.train_batch_size * ours.rollout.n
     lengths = [inputs.max_sequence_length] * count
     responses, tokens = count * config.data.max_response_length, sum(lengths)
-    forward, epochs = model_flops(inputs.arch, lengths) / 3, ours.actor.ppo_epochs
+    computed, epochs = model_flops(inputs.arch, lengths), ours.actor.ppo_epochs
+    if ours.model.use_prefix_grouper:
+        again = count - config.data.train_batch_size
+        computed -= model_flops(inputs.arch, [config.data.max_prompt_length] * again)
+    forward = computed / 3
     work: dict[str, tuple[int, float]] = {  # tokens and FLOPs
         "generate": (responses, 0.0),
         "log_probs": (tokens, forward),
