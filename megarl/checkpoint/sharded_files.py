@@ -90,11 +90,11 @@ class ShardedParts:
                 self._common, mine, self.copied = copy.deepcopy(self._common), _copied(mine, staging), True
         try:  # all of this runs while the tensors are copied; what waits for the device, for all copies, comes last
             self._planner = _Planner(mine)
-            own = [part.without_data() for part in nested_values(parts)]
-            everyone = world.gather((self._planner.items, own, self._common), "the plan of a checkpoint")
+            descriptions = [part.without_data() for part in nested_values(parts)]
+            everyone = world.gather((self._planner.items, descriptions, self._common), "the plan of a checkpoint")
             self._plans = [items for items, _, _ in everyone]
-            described = [(of_rank, common) for _, of_rank, common in everyone]
-            if problem := world.broadcast(_problem(described) if described else None, "the plan of a checkpoint"):
+            problem = _problem([of_rank[1:] for of_rank in everyone]) if everyone else None
+            if problem := world.broadcast(problem, "the plan of a checkpoint"):
                 raise RuntimeError(f"the ranks do not have a checkpoint between them: {problem}")
             bits = bit_sums(tensors)
         finally:

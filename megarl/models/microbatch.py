@@ -247,6 +247,23 @@ def _packed(
     )
 
 
+def _laid_out(
+    lengths: Tensor, positions: Tensor, prompts: _Prompts, shard: SequenceShard, device: torch.device
+) -> tuple[_Grid, PackedSequences]:
+    """Put all tokens that are kept into one row."""
+    count = int(prompts.kept.sum())
+    total = shard.padded(count)
+    grid = _Grid(shape=(1, total), row=torch.zeros(count, dtype=torch.int64), column=torch.arange(count))
+    return grid, _packed(lengths, total, positions, prompts, shard, device)
+
+
+def _padded(lengths: Tensor, positions: Tensor, shard: SequenceShard) -> _Grid:
+    """Give each sequence a row of its own."""
+    longest = shard.padded(max(lengths.tolist(), default=0))
+    row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    return _Grid(shape=(max(1, len(lengths)), longest), row=row, column=positions)
+
+
 def make_micro_batch(
     batch: Batch,
     sequences: Sequence[int],
@@ -278,15 +295,11 @@ def make_micro_batch(
     is_trained = batch.response_mask[tokens]
     index = tokens[is_trained]
     prompts = _Prompts.of(batch.tokens[tokens], is_trained, lengths, share=share_prompts and packed)
-    kept, description = prompts.kept, None
+    kept = prompts.kept
     if packed:
-        count = int(kept.sum())
-        total = shard.padded(count)
-        grid = _Grid(shape=(1, total), row=torch.zeros(count, dtype=torch.int64), column=torch.arange(count))
-        description = _packed(lengths, total, positions, prompts, shard, device)
+        grid, description = _laid_out(lengths, positions, prompts, shard, device)
     else:
-        longest = shard.padded(max(lengths.tolist(), default=0))
-        grid = _Grid(shape=(max(1, len(places)), longest), row=sequence, column=positions)
+        grid, description = _padded(lengths, positions, shard), None
     rows, (first, after) = grid.shape[0], shard.own(grid.shape[1])
     begin, end = first * rows, after * rows
     cells = torch.full((rows * grid.shape[1],), -1).index_copy_(0, grid.flat, tokens[kept])
