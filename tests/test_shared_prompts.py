@@ -27,10 +27,13 @@ from training_cases import (
 )
 
 from megarl.config import load_config
+from megarl.data.balance import karmarkar_karp
 from megarl.data.packing import SharedPrompts, pack_by_tokens
 from megarl.models.architecture import Architecture
-from megarl.models.microbatch import SequenceShard, make_micro_batch
+from megarl.models.heads import _states
+from megarl.models.microbatch import Repeated, SequenceShard, make_micro_batch
 from megarl.models.packed_attention import SharedKeys, packed_attention, padded_attention
+from megarl.roles.passes import prompts_of
 from megarl.trainer.layouts import check_shared_prompts
 from megarl.types import Batch, batch_of
 
@@ -76,9 +79,10 @@ def test_keys_in_common_are_attended_to_as_own_ones(window: int | None, sinks: b
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("window", [None, 5])
-def test_flash_attention_sees_keys_in_common(window: int | None) -> None:
-    for got, want in zip(*_attended("cuda", torch.bfloat16, window=window), strict=True):
-        torch.testing.assert_close(got, want, atol=0.05, rtol=0.02)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.05), (torch.float32, 1e-4)], ids=str)
+def test_attention_on_gpus_sees_keys_in_common(window: int | None, dtype: torch.dtype, tolerance: float) -> None:
+    for got, want in zip(*_attended("cuda", dtype, window=window), strict=True):
+        torch.testing.assert_close(got, want, atol=tolerance, rtol=0.02)
 
 
 # ------------------------------------------------------------------------------------------------------- micro-batches
@@ -122,6 +126,38 @@ def test_a_row_has_a_prompt_once_and_predicts_the_same_tokens() -> None:
         begin += length
 
 
+def test_what_ends_a_prompt_gets_the_gradient_of_all_that_follow() -> None:
+    """Of 64 responses, added up without a rounding after each."""
+    positions = torch.tensor([3, 3, 4, 5, 3, 7] + [9] * 64)
+    hidden = torch.randn(12, 1, 8, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+    grad = torch.randn(len(positions), 8, generator=torch.Generator().manual_seed(1)).bfloat16()
+    states = _states(hidden, positions, Repeated.among(positions, CPU))
+    assert torch.equal(states, hidden.flatten(0, 1)[positions])
+    (got,) = torch.autograd.grad(states, hidden, grad)
+    want = torch.zeros(12, 8, dtype=torch.float64).index_add_(0, positions, grad.double()).bfloat16()
+    assert torch.equal(got[:, 0], want) and Repeated.among(torch.arange(5), CPU) is None
+
+
+def test_prompts_with_other_experts_recorded_are_others() -> None:
+    batch = _turns()
+    experts = torch.zeros(len(batch.tokens), 2, 2, dtype=torch.uint8)
+    recorded = batch.with_(routed_experts=experts, routed=torch.ones(len(batch.tokens), dtype=torch.bool))
+    how: dict[str, Any] = dict(packed=True, shard=SequenceShard(), device=CPU, share_prompts=True)
+    same = make_micro_batch(recorded, range(8), **how)
+    experts[batch.starts[1] + 2, 1, 0] = 3  # of the second sequence, whose prompt is the first one's
+    other = make_micro_batch(recorded, range(8), **how)
+    assert other.tokens.shape[1] == same.tokens.shape[1] + 5
+    numbers = prompts_of(recorded).numbers
+    assert numbers[0] != numbers[1] and numbers[2] == numbers[3] == numbers[4]
+
+
+def test_a_first_token_that_is_trained_is_refused() -> None:
+    batch = _turns()
+    batch = batch.with_(response_mask=torch.ones_like(batch.response_mask))
+    with pytest.raises(ValueError, match="a sequence is trained on its first token"):
+        make_micro_batch(batch, range(8), packed=True, shard=SequenceShard(), device=CPU)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_sequences_with_a_prompt_go_together_within_the_limit(seed: int) -> None:
     rng = random.Random(seed)
@@ -142,6 +178,30 @@ def test_sequences_with_a_prompt_go_together_within_the_limit(seed: int) -> None
     saved = sum(shared.saved(micro)[0] for rank in plan for mini_batch in rank for micro in mini_batch)
     again = sum(prompts[i] for i, before in zip(of[1:], of, strict=False) if i == before)
     assert 0.9 * again < saved <= again
+
+
+@pytest.mark.parametrize("prompts_per_rank", [1, 2, 3, 8])
+@pytest.mark.parametrize(("prompt", "response"), [(2048, 512), (512, 512), (512, 2048)])
+def test_few_prompts_on_a_rank_are_kept_together_where_that_pays(
+    prompts_per_rank: int, prompt: int, response: int
+) -> None:
+    """The fullest rank has never more to compute than with prompts apart, nor much more than with whole ones."""
+    rng, dp, n = random.Random(prompts_per_rank), 8, 8
+    of = [i for i in range(dp * prompts_per_rank) for _ in range(n)]
+    lengths = [prompt + rng.randrange(response // 2, response) for _ in of]
+    shared = SharedPrompts(numbers=of, tokens=[prompt] * len(of))
+    how: dict[str, Any] = dict(dp=dp, max_tokens=16_384)
+
+    def fullest(plan: list[list[list[list[int]]]], computed: Any) -> int:
+        return max(sum(computed(micro) for micro in rank[0]) for rank in plan)
+
+    apart = fullest(pack_by_tokens(lengths, [range(len(of))], **how), lambda micro: sum(lengths[i] for i in micro))
+    plan = pack_by_tokens(lengths, [range(len(of))], **how, prompts=shared)
+    together = fullest(plan, lambda micro: shared.computed(micro, lengths))
+    groups = [range(k, k + n) for k in range(0, len(of), n)]
+    whole = [shared.computed(group, lengths) for group in groups]
+    dealt_out = max(sum(whole[i] for i in share) for share in karmarkar_karp(whole, range(len(whole)), dp))
+    assert together <= apart and together <= dealt_out + dealt_out // 16_384 * prompt  # micro-batches cut groups
 
 
 # ------------------------------------------------------------------------------------------------------------ training

@@ -137,13 +137,14 @@ class ShardedParts:
 
 def _problem(of_ranks: Sequence[tuple[list[ShardedBase], dict[str, Any]]]) -> str | None:
     """Say why the ranks' parts are no checkpoint: each element is there once, and common values are the same."""
-    for rank, (_, common) in enumerate(of_ranks):
-        if any(diff(of_ranks[0][1], common)):
-            return f"rank {rank} has other common values than the first"
     try:
+        for rank, (_, common) in enumerate(of_ranks):
+            differ = [str(key) for keys in diff(of_ranks[0][1], common) for key in keys]
+            if differ:
+                return f"rank {rank} has other common values than the first ({', '.join(differ[:3])})"
         validate_sharding_integrity([parts for parts, _ in of_ranks])
-    except CheckpointingException as e:
-        return one_line(e)
+    except (CheckpointingException, AssertionError) as e:  # Megatron-Core refuses by assertions, too
+        return one_line(e) or type(e).__name__
     return None
 
 

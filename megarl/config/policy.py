@@ -38,8 +38,8 @@ class ModelConfig(ModelFiles):
     use_remove_padding: bool = Field(True, description="pack sequences instead of padding them")
     use_prefix_grouper: bool = Field(
         False,
-        description="the prompt that several sequences of a micro-batch begin with is computed once for all; they are "
-        "put into the same micro-batches",
+        description="the prompt that several sequences of a micro-batch begin with is computed once for all; with "
+        "use_dynamic_bsz they are put together where no rank gets more to do by it",
     )
 
     @property

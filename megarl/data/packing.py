@@ -14,7 +14,7 @@ MicroBatches = list[list[int]]
 
 Plan = list[list[MicroBatches]]
 """plan[dp_rank][mini_batch]. All dp ranks have the same number of micro-batches in the same mini-batch; a micro-batch
-is empty only where a rank has fewer sequences than micro-batches."""
+is empty only where a rank has fewer sequences, or parts with a prompt in common, than micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,16 +36,18 @@ class SharedPrompts:
             of_prompt.setdefault((self.numbers[i], self.tokens[i]), []).append(i)
         return [i for members in of_prompt.values() for i in members]
 
-    def pieces(self, sequences: Sequence[int], lengths: Sequence[int], *, dp: int, max_tokens: int) -> MicroBatches:
-        """Put sequences with the same prompt together, as many as have `max_tokens` tokens with it, nor more than a
-        quarter of what each of `dp` ranks gets: it could not be dealt out evenly."""
-        ordered = self.in_order(sequences)
-        most = min(max_tokens, self.computed(ordered, lengths) // (4 * dp))
+    def pieces(self, sequences: Sequence[int], lengths: Sequence[int], most: int) -> MicroBatches:
+        """Put sequences with the same prompt together, as many as have `most` tokens with it."""
         pieces: MicroBatches = []
-        for i in ordered:
-            if not pieces or self._again(pieces[-1][-1], i) == 0 or self.computed([*pieces[-1], i], lengths) > most:
+        tokens = 0
+        for i in self.in_order(sequences):
+            again = self._again(pieces[-1][-1], i) if pieces else 0
+            more = lengths[i] - again
+            if again == 0 or tokens + more > most:
                 pieces.append([])
+                tokens, more = 0, lengths[i]
             pieces[-1].append(i)
+            tokens += more
         return pieces
 
     def computed(self, sequences: Sequence[int], lengths: Sequence[int]) -> int:
@@ -82,7 +84,7 @@ def pack_by_tokens(
         dp: data-parallel ranks.
         max_tokens: tokens per micro-batch at most (ppo_max_token_len_per_gpu).
         multiple_of: round the number of micro-batches up to a multiple (interleaved pipelines need one of their size).
-        balance: even out tokens over the dp ranks; false: equal counts, in order.
+        balance: even out tokens over the dp ranks; false: equal counts of what goes together, in order.
         together: so many neighbours, from the first sequence on, share a micro-batch and stay neighbours in it: 2 for
             the pairs (0, 1), (2, 3) ... A mini-batch must hold them whole, in order.
         prompts: sequences with the same prompt become neighbours, as far as they have a micro-batch in common, and
@@ -122,12 +124,51 @@ def _pack_pieces(
     multiple_of: int,
     balance: bool,
 ) -> Plan:
-    of_mini_batch = [prompts.pieces(part, lengths, dp=dp, max_tokens=max_tokens) for part in mini_batches]
-    pieces = [piece for some in of_mini_batch for piece in some]
+    """Plan each mini-batch with prompts whole and cut, and take the plan whose fullest rank has the least to compute.
+
+    With interleaved stages, which come with `multiple_of`, other ranks wait for the largest micro-batch as well.
+    """
+
+    def cost(plan: Plan) -> int:
+        loads = [[prompts.computed(micro, lengths) for micro in rank[0]] for rank in plan]
+        return max(map(sum, loads)) + (multiple_of - 1) * max(map(max, loads))
+
+    of_ranks: Plan = [[] for _ in range(dp)]
+    for sequences in mini_batches:
+        plans: list[Plan] = []
+        for most in _sizes_of_pieces(lengths, sequences, prompts, dp, max_tokens):
+            pieces = prompts.pieces(sequences, lengths, most)
+            plans.append(_plan_of_pieces(lengths, pieces, prompts, dp, max_tokens, multiple_of, balance))
+        costs = [cost(plan) for plan in plans]
+        for rank, (share,) in enumerate(plans[costs.index(min(costs))]):
+            of_ranks[rank].append(share)
+    return of_ranks
+
+
+def _sizes_of_pieces(
+    lengths: Sequence[int], sequences: Sequence[int], prompts: SharedPrompts, dp: int, max_tokens: int
+) -> list[int]:
+    """Choose what to try as the tokens of a piece: all that fits, if a rank has several prompts, and less else."""
+    ordered = prompts.in_order(sequences)
+    share = prompts.computed(ordered, lengths) // dp
+    whole = prompts.pieces(sequences, lengths, max_tokens)
+    if max(prompts.computed(piece, lengths) for piece in whole) <= share // 4:
+        return [max_tokens]
+    return sorted({min(max_tokens, most) for most in (max_tokens, share, share // 2, share // 4, 0)}, reverse=True)
+
+
+def _plan_of_pieces(
+    lengths: Sequence[int],
+    pieces: MicroBatches,
+    prompts: SharedPrompts,
+    dp: int,
+    max_tokens: int,
+    multiple_of: int,
+    balance: bool,
+) -> Plan:
     tokens = [prompts.computed(piece, lengths) for piece in pieces]
-    numbers = iter(range(len(pieces)))
     plan = _plan(
-        [[next(numbers) for _ in some] for some in of_mini_batch],
+        [range(len(pieces))],
         dp=dp,
         multiple_of=multiple_of,
         shares=partial(_shares, tokens, dp, balance),

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from megarl.estimate.job import training_elements
 from megarl.estimate.model import ModelJob, item_name
+from megarl.flow_kinds import generates
 from megarl.models.sizes import LOGITS_CHUNK_BYTES, layer_activations
 from megarl.phases import Item, Phase
 
@@ -176,7 +177,7 @@ def _layer(model: ModelJob, stage: int, without: Collection[str] = ()) -> float:
 def _copied_keys(model: ModelJob) -> float:
     """Count the elements per token of a layer's keys and values, where each sequence gets those of a common prompt."""
     config, data = model.config.actor_rollout_ref, model.config.data
-    if not config.model.use_prefix_grouper:
+    if not (config.model.use_prefix_grouper and generates(model.config) and config.rollout.n > 1):
         return 0.0
     n, prompt, response = config.rollout.n, data.max_prompt_length, data.max_response_length
     keys = n * (prompt + response) / (prompt + n * response)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from megarl.algorithms.loss import Loss, LossInput, LossOutput, scope_of
 from megarl.models.logprobs import VocabShard, token_log_probs, token_loss
-from megarl.models.microbatch import MicroBatch
+from megarl.models.microbatch import MicroBatch, Repeated
 
 
 class Head(Protocol):
@@ -76,12 +76,12 @@ class LMHead:
             losses.append(loss(x.weighted()))
             return losses[-1].loss
 
-        states = _states(hidden, micro.predictors)
+        states = _states(hidden, micro.predictors, micro.repeated)
         total = token_loss(states, weight, micro.labels, self.shard, of_chunk, temperature=micro.temperature)
         return total, Passed(losses=losses, outputs=outputs, places=micro.index)
 
     def _log_probs(self, hidden: Tensor, weight: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        states = _states(hidden, micro.predictors)
+        states = _states(hidden, micro.predictors, micro.repeated)
         return token_log_probs(states, weight, micro.labels, self.shard, temperature=micro.temperature)
 
 
@@ -97,7 +97,8 @@ class ScalarHead:
     per: Literal["token", "sequence"]
 
     def outputs(self, hidden: Tensor, weight: Tensor, micro: MicroBatch) -> Tensor:
-        states = _states(hidden, micro.predictors if self.per == "token" else micro.last)
+        per_token = self.per == "token"
+        states = _states(hidden, micro.predictors if per_token else micro.last, micro.repeated if per_token else None)
         return torch.nn.functional.linear(states.float(), weight.float()).squeeze(-1)
 
     def loss(self, hidden: Tensor, weight: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, Passed]:
@@ -124,6 +125,29 @@ def _whole(
     return out.loss, Passed(losses=reported, outputs=own, places=places)
 
 
-def _states(hidden: Tensor, positions: Tensor) -> Tensor:
-    """Select: [L, B, hidden] -> [R, hidden]; a position occurs once, so its gradient needs no sorting."""
-    return hidden.flatten(0, 1).index_select(0, positions)
+def _states(hidden: Tensor, positions: Tensor, repeated: Repeated | None) -> Tensor:
+    """Select: [L, B, hidden] -> [R, hidden]."""
+    flat = hidden.flatten(0, 1)
+    if repeated is None:
+        return flat.index_select(0, positions)
+    states: Tensor = _States.apply(flat, positions, repeated)
+    return states
+
+
+class _States(torch.autograd.Function):
+    """Selects rows, some several times; the gradients of these are added up in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, flat: Tensor, positions: Tensor, repeated: Repeated) -> Tensor:
+        ctx.save_for_backward(positions)
+        ctx.repeated, ctx.count = repeated, len(flat)
+        return flat.index_select(0, positions)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (positions,), (grad,), repeated = ctx.saved_tensors, grads, ctx.repeated
+        sums = grad.new_zeros(len(repeated.rows), grad.shape[1], dtype=torch.float32)
+        sums.index_add_(0, repeated.numbers, grad[repeated.places].float())
+        total = grad.new_zeros(ctx.count, grad.shape[1]).index_add_(0, positions, grad)
+        total[repeated.rows] = sums.to(grad.dtype)
+        return total, None, None

@@ -107,7 +107,7 @@ def transformer_engine_layers(arch: Architecture, *, own_attention: bool = False
             assert isinstance(kind.attention, GroupedQuery), "no other attention is Transformer Engine's"
             _submodules(module.submodules.self_attention).core_attention = core_attention(kind.attention)
         modules[kind] = module
-    attention = "FlashAttention" if own_attention else "fused attention, rotary embedding"
+    attention = "torch's attention" if own_attention else "fused attention, rotary embedding"
     grouped = ", grouped GEMM of experts" if arch.moe else ""
     return LayerSpec(
         modules=modules,

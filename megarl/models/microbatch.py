@@ -41,6 +41,7 @@ class MicroBatch:
         sequence_columns: float32 each, values of the batch for the micro-batch's sequences.
         temperature: `Batch.temperature`.
         part: where this rank's tokens and sequences are among the micro-batch's; None: it has all.
+        repeated: those of `predictors` that are there several times; None: none is.
     """
 
     tokens: Tensor
@@ -57,6 +58,7 @@ class MicroBatch:
     sequence_columns: Mapping[str, Tensor]
     temperature: float
     part: Part | None = None
+    repeated: Repeated | None = None
 
     def cells_of(self, shard: SequenceShard, tp_rank: int) -> Tensor:
         """Take the part of `cells` whose hidden states a tensor-parallel rank has within the layers."""
@@ -67,6 +69,33 @@ class MicroBatch:
         if self.part is None:
             return self.columns
         return {name: values[self.part.tokens] for name, values in self.columns.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repeated:
+    """Tells which rows are taken several times: the end of a prompt, before the first token of each response to it.
+
+    Attributes:
+        places: int64 [P], places among all that are taken.
+        numbers: int64 [P], the number of each one's row among those that are repeated.
+        rows: int64, these rows.
+    """
+
+    places: Tensor
+    numbers: Tensor
+    rows: Tensor
+
+    @staticmethod
+    def among(taken: Tensor, device: torch.device) -> Repeated | None:
+        """Find them among rows that are taken, int64 on the host."""
+        rows, row_of, counts = taken.unique(return_inverse=True, return_counts=True)
+        several = counts > 1
+        if not bool(several.any()):
+            return None
+        places = several[row_of].nonzero().flatten()
+        numbers = (several.cumsum(0) - 1)[row_of[places]]
+        places, numbers, rows = (upload(x, device) for x in (places, numbers, rows[several]))
+        return Repeated(places=places, numbers=numbers, rows=rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,24 +219,24 @@ class _Prompts:
     source: Tensor
 
     @staticmethod
-    def of(tokens: Tensor, is_trained: Tensor, lengths: Tensor, *, share: bool) -> _Prompts:
+    def of(batch: Batch, tokens: Tensor, lengths: Tensor, *, share: bool) -> _Prompts:
         """Find the prompts, up to the first trained token, that neighbours have in common.
 
         Args:
-            tokens, is_trained: [T], of the sequences.
+            tokens: int64 [T], places of the sequences' tokens in the batch.
         """
         kept, source = torch.ones(len(tokens), dtype=torch.bool), torch.arange(len(tokens))
         if share:
-            leader, prompt, begin = None, tokens[:0], 0
+            leader, begin, size = 0, 0, 0
             for length in lengths.tolist():
-                own = slice(begin, begin + length)
-                trained = is_trained[own].nonzero()
+                trained = batch.response_mask[tokens[begin : begin + length]].nonzero()
                 end = int(trained[0]) if len(trained) else 0
-                if leader is not None and end and torch.equal(tokens[begin : begin + end], prompt):
+                own = tokens[begin : begin + end]
+                if end and end == size and batch.same_tokens(tokens[leader : leader + end], own):
                     kept[begin : begin + end] = False
                     source[begin : begin + end] = torch.arange(leader, leader + end)
                 else:
-                    leader, prompt = begin, tokens[begin : begin + end]
+                    leader, size = begin, end
                 begin += length
         return _Prompts(kept=kept, source=source)
 
@@ -293,8 +322,10 @@ def make_micro_batch(
     positions = torch.arange(len(sequence)) - (ends - lengths)[sequence]
     tokens = starts[sequence] + positions  # in the batch
     is_trained = batch.response_mask[tokens]
+    if bool(is_trained[(ends - lengths)[lengths > 0]].any()):
+        raise ValueError("a sequence is trained on its first token, which none before it predicts: begin with a prompt")
     index = tokens[is_trained]
-    prompts = _Prompts.of(batch.tokens[tokens], is_trained, lengths, share=share_prompts and packed)
+    prompts = _Prompts.of(batch, tokens, lengths, share=share_prompts and packed)
     kept = prompts.kept
     if packed:
         grid, description = _laid_out(lengths, positions, prompts, shard, device)
@@ -322,4 +353,5 @@ def make_micro_batch(
         sequence_columns={name: upload(values[places], device) for name, values in (sequence_columns or {}).items()},
         temperature=batch.temperature,
         part=_part(own_tokens, own_sequences, shard, device),
+        repeated=Repeated.among(predictors, device) if prompts.shares else None,
     )

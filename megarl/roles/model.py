@@ -160,6 +160,8 @@ class MegatronModel:
     def plan(self, batch: Batch, sequences: int | None = None, *, together: int = 1) -> StepPlan:
         """Cut a batch into mini-batches and this rank's micro-batches, for this model and others of its layout.
 
+        Every rank calls it: with `model.use_prefix_grouper` they compare prompts of which each has some.
+
         Args:
             sequences: of a mini-batch; None: all in one.
             together: neighbours that must stay together: 2 for the pairs of a loss that compares them.

@@ -98,13 +98,18 @@ def plan_passes(
 
 
 def prompts_of(batch: Batch) -> SharedPrompts:
-    """Compare the prompts of a batch, each up to the first trained token, by a checksum; every rank calls it."""
+    """Compare the prompts of a batch, each up to the first trained token, by a checksum; every rank calls it.
+
+    Prompts of which other experts were recorded are others.
+    """
+    columns = [x for x in (batch.tokens, batch.routed, batch.routed_experts) if x is not None]
     numbers, tokens = torch.zeros(len(batch.own), dtype=torch.int64), torch.zeros(len(batch.own), dtype=torch.int64)
     for place, (start, length) in enumerate(zip(batch.starts[batch.own], batch.lengths[batch.own], strict=True)):
         trained = batch.response_mask[start : start + length].nonzero()
         if len(trained):
             tokens[place] = trained[0, 0]
-            numbers[place] = crc32(batch.tokens[start : start + trained[0, 0]].numpy().tobytes())
+            for column in columns:
+                numbers[place] = crc32(column[start : start + trained[0, 0]].numpy().tobytes(), int(numbers[place]))
     return SharedPrompts(numbers=batch.of_all(numbers).tolist(), tokens=batch.of_all(tokens).tolist())
 
 

@@ -197,6 +197,11 @@ class Batch(SequenceTable, TokenShard):
         whole = change(self.everywhere(names - {"routed_experts", "routed"}))
         return whole.held_by(self.owners).with_(routed_experts=self.routed_experts, routed=self.routed)
 
+    def same_tokens(self, places: Tensor, others: Tensor) -> bool:
+        """Tell whether this rank has the same tokens, and recorded the same experts of them, at places as at others."""
+        columns = (self.tokens, self.routed, self.routed_experts)
+        return all(torch.equal(x[places], x[others]) for x in columns if x is not None)
+
     def at_trained(self, x: Tensor) -> Tensor:
         """Put values at the trained tokens, and 0 at the others: [R] -> float32 [T]."""
         return torch.zeros(len(self.tokens)).masked_scatter_(self.response_mask, x.float())

@@ -141,6 +141,7 @@ class Scheduler:
         self._prompts: dict[tuple[int, ...], int] = {}
         self._kind_numbers: dict[tuple[float, float, int], int] = {}
         self._stop_ids: dict[tuple[int, ...], int] = {}
+        self._stop_sets: list[tuple[int, ...]] = []
         self._pool, self._slots = BlockPool(blocks), Slots(max_num_seqs)
         self._in_slot: list[Running | None] = [None] * max_num_seqs
         self._order: Ints = np.empty(0, dtype=np.int64)
@@ -277,11 +278,16 @@ class Scheduler:
                 if self._free_up(1):
                     self._give(r, self._pool.take(1))
                 else:
-                    self._waiting.appendleft(youngest := self.running.pop())
+                    self._waiting.appendleft(youngest := self._youngest())
                     self._leave(youngest)
                     left = True
         if left:
             self._reorder()
+
+    def _youngest(self) -> Running:
+        """Take the last to enter of those whose last token is not being drawn: the others leave soon."""
+        unfinished = set(self._slots.unfinished(self._order).tolist())
+        return self.running.pop(max(i for i, r in enumerate(self.running) if r.slot in unfinished))
 
     def _enter(self, r: Running, blocks: list[int]) -> None:
         """Give a request a slot and blocks."""
@@ -295,7 +301,10 @@ class Scheduler:
         r.blocks = []
         slots.rows[slot] = (r.newest, r.position, slot, 0, r.request.seed, len(r.token_ids))
         slots.most[slot], slots.kind[slot] = params.max_tokens, self._kind_numbers[kind]
-        slots.stop_ids[slot] = self._stop_ids.setdefault(r.rules.token_ids, len(self._stop_ids))
+        if r.rules.token_ids not in self._stop_ids:
+            self._stop_ids[r.rules.token_ids] = len(self._stop_sets)
+            self._stop_sets.append(r.rules.token_ids)
+        slots.stop_ids[slot] = self._stop_ids[r.rules.token_ids]
         slots.has_stop_strings[slot] = r.rules.strings is not None
         self._give(r, blocks)
 
@@ -315,9 +324,8 @@ class Scheduler:
     def _stopped(self, slots: Ints, ids: NDArray[np.int32]) -> NDArray[np.bool_]:
         """Tell which sequences end with these, their newest tokens."""
         stopped, sets = np.zeros(len(ids), dtype=bool), self._slots.stop_ids[slots]
-        for token_ids, number in self._stop_ids.items():
-            if token_ids:
-                stopped |= (sets == number) & np.isin(ids, token_ids)
+        for number in np.unique(sets):
+            stopped |= (sets == number) & np.isin(ids, self._stop_sets[number])
         for place in np.flatnonzero(self._slots.has_stop_strings[slots] & ~stopped):
             r = self._holder(slots[place])
             self._take_new(r)
