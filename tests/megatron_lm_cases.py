@@ -18,6 +18,17 @@ import torch.distributed as dist
 ITERATION = 100
 
 
+def _named_as_by_transformer_engine(sharded: dict[str, Any]) -> dict[str, Any]:
+    """Rename the norms before experts, which torch's layers save as if they were fused with a linear layer."""
+    tensors = [x for x in sharded.values() if hasattr(x, "key")]
+    names = {x.key for x in tensors}
+    for x in tensors:
+        layer, fused, leaf = x.key.partition("mlp.linear_fc1.layer_norm_")
+        if fused and f"{layer}mlp.router.weight" in names:
+            x.key = f"{layer}pre_mlp_layernorm.{leaf}"
+    return sharded
+
+
 def save_megatron_lm(
     root: str, model_folder: str, source: str, tp: int = 1, pp: int = 1, changes: dict[str, Any] | None = None
 ) -> torch.Tensor | None:
@@ -46,7 +57,8 @@ def save_megatron_lm(
         metadata |= changes.get("metadata", {})
         if source:
             plain = _model(arch, tp, {})
-            model.load_state_dict(dist_checkpointing.load(plain.sharded_state_dict(), source, strict="ignore_all"))
+            wanted = _named_as_by_transformer_engine(plain.sharded_state_dict())
+            model.load_state_dict(dist_checkpointing.load(wanted, source, strict="ignore_all"))
         sharded = model.sharded_state_dict(metadata=metadata)
         wrapped, optimizer = _optimizer(model)
         state = {

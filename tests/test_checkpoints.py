@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from architectures import changed
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from ranks import Ranks
 from selection import quick
@@ -460,6 +461,30 @@ def test_dense_layers_of_other_kinds_are_read_in_any_layout(ranks: Ranks, tmp_pa
 def test_layers_with_sinks_are_read_in_any_layout(ranks: Ranks, tmp_path: Path) -> None:
     cases = [Case(dp=4, ep=2), Case(tp=2, pp=2, etp=1, sequence_parallel=True), Case(pp=2, dp=2, ep=2, chunks=2)]
     assert ranks.run(4, _layouts, str(tmp_path), cases, SINKS)[0][0] == [True] * 2
+
+
+def _under_earlier_names(folder: str) -> bool:
+    """Whether weights, optimizer and bits are read that are stored as torch's layers named the norm before experts."""
+    from megarl.checkpoint.store import load_checkpoint
+
+    config = {"actor": {"megatron": {"transformer_engine": "none"}}}
+    with actor_in(Case(config=config), WITH_EXPERTS, lr=1e-2) as actor:
+        update(actor, fixed_batch())
+        before = {name: p.clone() for name, p in actor.parameters().items()}
+        state, world = actor.sharded_state(loading=False), actor.groups.world
+        for x in nested_values(state):
+            if isinstance(x, ShardedTensor):
+                x.key = x.key.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+        settings: dict[str, Any] = dict(model_files=lambda folder: None, world=world)
+        saved = save_checkpoint(folder, rl_step(1), {"actor": state}, STATE, **settings)
+        update(actor, fixed_batch())
+        loaded = load_checkpoint(saved, {"actor": actor.sharded_state(loading=True)}, rng=False, world=world)
+        actor.load_sharded(loaded["actor"])
+        return all(torch.equal(p, before[name]) for name, p in actor.parameters().items())
+
+
+def test_norms_are_read_under_earlier_names(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(1, _under_earlier_names, str(tmp_path)) == [True]
 
 
 def _same_element_twice(folder: str) -> str:

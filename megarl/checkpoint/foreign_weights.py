@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from megarl.checkpoint.manifest import one_line
 from megarl.checkpoint.rank_failures import first_of
 from megarl.checkpoint.sharded_files import Reads
-from megarl.checkpoint.stored_names import as_stored, shape_problem
+from megarl.checkpoint.stored_names import all_as_stored, shape_problem
 from megarl.checkpoint.stored_objects import CheckpointReader
 from megarl.parallel.world import World
 
@@ -44,11 +44,7 @@ def load_foreign_weights(folder: str, sharded: dict[str, Any], world: World) -> 
 def _read(reader: CheckpointReader, sharded: dict[str, Any]) -> dict[str, Any]:
     parts, _, factories = load_preprocess(sharded)
     parts, _ = extract_sharded_base(parts)
-
-    def place(part: Any) -> Any:
-        return as_stored(part, reader.stored) if isinstance(part, ShardedTensor) else part
-
-    placed = dict_list_map_outplace(place, parts)
+    placed = all_as_stored(parts, reader.stored)
     planner = Reads(reader)
     for part in nested_values(placed):
         if isinstance(part, ShardedTensor) and (problem := shape_problem(part, reader.stored.get(part.key))):

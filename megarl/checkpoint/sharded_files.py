@@ -50,6 +50,7 @@ from megarl.checkpoint.plan_items import (
 )
 from megarl.checkpoint.recorded_files import RecordingWriter
 from megarl.checkpoint.staging import Staging
+from megarl.checkpoint.stored_names import all_as_stored
 from megarl.checkpoint.stored_objects import COMMON_FILE, CheckpointReader, read_common, read_object
 from megarl.data.balance import karmarkar_karp
 from megarl.parallel.world import World
@@ -150,7 +151,7 @@ def _problem(of_ranks: Sequence[tuple[list[ShardedBase], dict[str, Any]]]) -> st
 
 def difference(reader: CheckpointReader, sharded: dict[str, Any]) -> str | None:
     """Name the first tensor or object of this rank that the checkpoint lacks, or has in another shape."""
-    for part in nested_values(load_preprocess(sharded)[0]):
+    for part in nested_values(all_as_stored(load_preprocess(sharded)[0], reader.stored)):
         if isinstance(part, ShardedObject):
             if not _stays(part) and part.unique_key not in reader.stored:
                 return f"it has no {part.unique_key}, which this run needs"
@@ -178,6 +179,7 @@ def read_sharded(
     """
     parts, plain, factories = load_preprocess(sharded)
     parts, _ = extract_sharded_base(parts)
+    parts = all_as_stored(parts, reader.stored)
     planner = Reads(reader)
     for part in nested_values(parts):
         planner.add(part)

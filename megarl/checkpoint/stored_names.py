@@ -1,4 +1,4 @@
-"""Finds a tensor of ours among the names that other programs give the same tensor in Megatron-Core's format.
+"""Finds a tensor of ours among the names that others, and earlier versions, give it in Megatron-Core's format.
 
 linear_qkv.layer_norm_weight, input_layernorm.weight      a norm of Transformer Engine's fused layers, and by itself
 decoder.layers.X (axis 0: the layer), decoder.layers.7.X  layers that are alike, and layers that may differ
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 from dataclasses import replace
+from typing import Any
 
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -33,6 +35,11 @@ def as_stored(part: ShardedTensor, stored: Container[str]) -> ShardedTensor:
             if of_layer in stored:
                 return _without_layer_axis(part, of_layer)
     return part
+
+
+def all_as_stored(parts: Any, stored: Container[str]) -> Any:
+    """Do so with each tensor of a sharded state dict."""
+    return dict_list_map_outplace(lambda x: as_stored(x, stored) if isinstance(x, ShardedTensor) else x, parts)
 
 
 def shape_problem(part: ShardedTensor, stored: object) -> str | None:
