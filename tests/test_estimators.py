@@ -357,8 +357,8 @@ def test_a_response_in_several_parts_is_compared_once(
     for name in [*WITHIN_GROUPS, "remax", "reinforce_plus_plus_baseline"]:
         note(name)
         one, several = (ESTIMATORS.load(name)(batch, config)[whole.response_mask] for batch in (whole, parts))
-        if name == "reinforce_plus_plus_baseline":  # whitened: sums over tokens are taken sequence by sequence
-            torch.testing.assert_close(several, one, rtol=1e-6, atol=0)
+        if name == "reinforce_plus_plus_baseline":  # in standard deviations, whose sums are taken sequence by sequence
+            torch.testing.assert_close(several, one, rtol=1e-6, atol=1e-6)
         else:
             assert torch.equal(several, one)
 
