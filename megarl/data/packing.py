@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
+from typing import Any
 
 from megarl.data.balance import first_fit_decreasing, karmarkar_karp
 
@@ -102,16 +102,10 @@ def pack_by_tokens(
                 f"{who} {length} tokens, more than ppo_max_token_len_per_gpu = {max_tokens}: raise it to "
                 f"{most if together == 1 else f'{together} x ({most})'}"
             )
+    how: Any = dict(dp=dp, max_tokens=max_tokens, multiple_of=multiple_of, balance=balance)
     if prompts is not None and together == 1:
-        return _pack_pieces(lengths, mini_batches, prompts, dp, max_tokens, multiple_of, balance)
-    plan = _plan(
-        [_unit_indices(sequences, together) for sequences in mini_batches],
-        dp=dp,
-        multiple_of=multiple_of,
-        shares=partial(_shares, units, dp, balance),
-        fewest=lambda share: len(_fewest_bins(units, share, max_tokens)),
-        fill=lambda share, count: _bins(units, share, count, max_tokens),
-    )
+        return _pack_pieces(lengths, mini_batches, prompts, **how)
+    plan = _plan_by_tokens(units, [_unit_indices(sequences, together) for sequences in mini_batches], **how)
     return _sequences_of(plan, together)
 
 
@@ -119,6 +113,7 @@ def _pack_pieces(
     lengths: Sequence[int],
     mini_batches: Sequence[Sequence[int]],
     prompts: SharedPrompts,
+    *,
     dp: int,
     max_tokens: int,
     multiple_of: int,
@@ -129,57 +124,56 @@ def _pack_pieces(
     With interleaved stages, which come with `multiple_of`, other ranks wait for the largest micro-batch as well.
     """
 
-    def cost(plan: Plan) -> int:
-        loads = [[prompts.computed(micro, lengths) for micro in rank[0]] for rank in plan]
+    how: Any = dict(dp=dp, max_tokens=max_tokens, multiple_of=multiple_of, balance=balance)
+
+    def plan_of(pieces: MicroBatches) -> list[MicroBatches]:
+        tokens = [prompts.computed(piece, lengths) for piece in pieces]
+        plan = _plan_by_tokens(tokens, [range(len(pieces))], **how)
+        members = [[[i for piece in micro for i in pieces[piece]] for micro in share] for (share,) in plan]
+        return [[prompts.in_order(micro) for micro in share] for share in members]
+
+    def cost(plan: list[MicroBatches]) -> int:
+        loads = [[prompts.computed(micro, lengths) for micro in share] for share in plan]
         return max(map(sum, loads)) + (multiple_of - 1) * max(map(max, loads))
 
-    of_ranks: Plan = [[] for _ in range(dp)]
-    for sequences in mini_batches:
-        plans: list[Plan] = []
-        for most in _sizes_of_pieces(lengths, sequences, prompts, dp, max_tokens):
-            pieces = prompts.pieces(sequences, lengths, most)
-            plans.append(_plan_of_pieces(lengths, pieces, prompts, dp, max_tokens, multiple_of, balance))
-        costs = [cost(plan) for plan in plans]
-        for rank, (share,) in enumerate(plans[costs.index(min(costs))]):
-            of_ranks[rank].append(share)
-    return of_ranks
+    best = [
+        min(map(plan_of, _ways_to_cut(lengths, sequences, prompts, dp, max_tokens)), key=cost)
+        for sequences in mini_batches
+    ]
+    return [[plan[rank] for plan in best] for rank in range(dp)]
 
 
-def _sizes_of_pieces(
+def _ways_to_cut(
     lengths: Sequence[int], sequences: Sequence[int], prompts: SharedPrompts, dp: int, max_tokens: int
-) -> list[int]:
-    """Choose what to try as the tokens of a piece: all that fits, if a rank has several prompts, and less else."""
-    ordered = prompts.in_order(sequences)
-    share = prompts.computed(ordered, lengths) // dp
+) -> list[MicroBatches]:
+    """List the pieces to try: as large as fits, if a rank has several prompts, and smaller ones else."""
     whole = prompts.pieces(sequences, lengths, max_tokens)
-    if max(prompts.computed(piece, lengths) for piece in whole) <= share // 4:
-        return [max_tokens]
-    return sorted({min(max_tokens, most) for most in (max_tokens, share, share // 2, share // 4, 0)}, reverse=True)
+    tokens = [prompts.computed(piece, lengths) for piece in whole]
+    share = prompts.computed(prompts.in_order(sequences), lengths) // dp
+    if max(tokens) <= share // 4:
+        return [whole]
+    smaller = sorted({most for most in (share, share // 2, share // 4, 0) if most < max_tokens}, reverse=True)
+    return [whole, *(prompts.pieces(sequences, lengths, most) for most in smaller)]
 
 
-def _plan_of_pieces(
-    lengths: Sequence[int],
-    pieces: MicroBatches,
-    prompts: SharedPrompts,
+def _plan_by_tokens(
+    tokens: Sequence[int],
+    mini_batches: Sequence[Sequence[int]],
+    *,
     dp: int,
     max_tokens: int,
     multiple_of: int,
     balance: bool,
 ) -> Plan:
-    tokens = [prompts.computed(piece, lengths) for piece in pieces]
-    plan = _plan(
-        [range(len(pieces))],
+    return _plan(
+        tokens,
+        mini_batches,
         dp=dp,
         multiple_of=multiple_of,
-        shares=partial(_shares, tokens, dp, balance),
+        balance=balance,
         fewest=lambda share: len(_fewest_bins(tokens, share, max_tokens)),
         fill=lambda share, count: _bins(tokens, share, count, max_tokens),
     )
-
-    def expanded(micro: Sequence[int]) -> list[int]:
-        return prompts.in_order([i for piece in micro for i in pieces[piece]])
-
-    return [[[expanded(micro) for micro in mini_batch] for mini_batch in rank] for rank in plan]
 
 
 def pack_by_count(
@@ -202,10 +196,11 @@ def pack_by_count(
     if micro_batch_size < together:
         raise ValueError(f"ppo_micro_batch_size_per_gpu = {micro_batch_size} is less than the {together} of a pair")
     plan = _plan(
+        _units(lengths, together),
         [_unit_indices(sequences, together) for sequences in mini_batches],
         dp=dp,
         multiple_of=multiple_of,
-        shares=partial(_shares, _units(lengths, together), dp, balance),
+        balance=balance,
         fewest=lambda share: -(-len(share) // (micro_batch_size // together)),
         fill=_slices,
     )
@@ -231,27 +226,23 @@ def _sequences_of(plan: Plan, together: int) -> Plan:
 
 
 def _plan(
+    lengths: Sequence[int],
     mini_batches: Sequence[Sequence[int]],
     *,
     dp: int,
     multiple_of: int,
-    shares: Callable[[Sequence[int]], MicroBatches],
+    balance: bool,
     fewest: Callable[[Sequence[int]], int],
     fill: Callable[[Sequence[int], int], MicroBatches],
 ) -> Plan:
     plan: Plan = [[] for _ in range(dp)]
     for sequences in mini_batches:
-        of_ranks = shares(sequences)
-        count = max(fewest(share) for share in of_ranks)
+        shares = karmarkar_karp(lengths, sequences, dp) if balance else _slices(sequences, dp)
+        count = max(fewest(share) for share in shares)
         count = -(-count // multiple_of) * multiple_of
-        for rank, share in enumerate(of_ranks):
+        for rank, share in enumerate(shares):
             plan[rank].append(fill(share, count))
     return plan
-
-
-def _shares(lengths: Sequence[int], dp: int, balance: bool, sequences: Sequence[int]) -> MicroBatches:
-    """Deal sequences out to data-parallel ranks."""
-    return karmarkar_karp(lengths, sequences, dp) if balance else _slices(sequences, dp)
 
 
 def _slices(sequences: Sequence[int], count: int) -> MicroBatches:

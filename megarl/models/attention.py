@@ -50,16 +50,20 @@ def packed_sequences(lengths: list[int], device: torch.device, own: tuple[int, i
     Args:
         own: the first of the tokens that this rank has, and the one after the last; None: it has all.
     """
-    cu_seqlens, slots, positions = _one_after_another(lengths, device)
+    longest = max(lengths)
+    cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    cu_seqlens = upload(cu_seqlens, device)
     return PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=max(lengths),
-        max_seqlen_kv=max(lengths),
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
         lengths=tuple(lengths),
         positions=upload(positions if own is None else positions[slice(*own)], device),
-        slots=slots,
+        slots=upload(row * longest + positions, device),
     )
 
 
@@ -75,28 +79,14 @@ def sequences_that_share(
         queries: tokens of each sequence that the row has for itself: all, or the last ones.
         own: as for `packed_sequences`.
     """
-    cu_queries, slots, _ = _one_after_another(queries, device)
-    cu_keys, slots_of_keys, _ = _one_after_another(lengths, device)
-    longest = max(lengths)
-    return PackedSequences(
-        qkv_format="thd",
-        cu_seqlens_q=cu_queries,
-        cu_seqlens_kv=cu_keys,
-        max_seqlen_q=max(queries),
-        max_seqlen_kv=longest,
-        lengths=tuple(lengths),
-        positions=upload(positions[slice(*own)], device),
-        slots=slots,
-        shared=SharedKeys(rows=upload(rows, device), cu_seqlens=cu_keys, longest=longest, slots=slots_of_keys),
-    )
-
-
-def _one_after_another(lengths: list[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Say where sequences begin, each token's place in the padded view, and its place in its sequence (on the host)."""
-    cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    positions = torch.cat([torch.arange(n) for n in lengths])
-    row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    return upload(cu_seqlens, device), upload(row * max(lengths) + positions, device), positions
+    keys = packed_sequences(lengths, device)
+    cu_seqlens, longest, slots = keys.cu_seqlens_kv, keys.max_seqlen_kv, keys.slots
+    assert slots is not None
+    packed = packed_sequences(queries, device)
+    packed.cu_seqlens_kv, packed.max_seqlen_kv, packed.lengths = cu_seqlens, longest, keys.lengths
+    packed.positions = upload(positions[slice(*own)], device)
+    packed.shared = SharedKeys(rows=upload(rows, device), cu_seqlens=cu_seqlens, longest=longest, slots=slots)
+    return packed
 
 
 class CausalAttention(torch.nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -97,8 +97,8 @@ class ScalarHead:
     per: Literal["token", "sequence"]
 
     def outputs(self, hidden: Tensor, weight: Tensor, micro: MicroBatch) -> Tensor:
-        per_token = self.per == "token"
-        states = _states(hidden, micro.predictors if per_token else micro.last, micro.repeated if per_token else None)
+        positions, repeated = (micro.predictors, micro.repeated) if self.per == "token" else (micro.last, None)
+        states = _states(hidden, positions, repeated)
         return torch.nn.functional.linear(states.float(), weight.float()).squeeze(-1)
 
     def loss(self, hidden: Tensor, weight: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, Passed]:
@@ -126,28 +126,11 @@ def _whole(
 
 
 def _states(hidden: Tensor, positions: Tensor, repeated: Repeated | None) -> Tensor:
-    """Select: [L, B, hidden] -> [R, hidden]."""
+    """Select: [L, B, hidden] -> [R, hidden]. The gradients of a row that is selected several times are added up in
+    float32."""
     flat = hidden.flatten(0, 1)
+    states = flat.index_select(0, positions)
     if repeated is None:
-        return flat.index_select(0, positions)
-    states: Tensor = _States.apply(flat, positions, repeated)
-    return states
-
-
-class _States(torch.autograd.Function):
-    """Selects rows, some several times; the gradients of these are added up in float32."""
-
-    @staticmethod
-    def forward(ctx: Any, flat: Tensor, positions: Tensor, repeated: Repeated) -> Tensor:
-        ctx.save_for_backward(positions)
-        ctx.repeated, ctx.count = repeated, len(flat)
-        return flat.index_select(0, positions)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (positions,), (grad,), repeated = ctx.saved_tensors, grads, ctx.repeated
-        sums = grad.new_zeros(len(repeated.rows), grad.shape[1], dtype=torch.float32)
-        sums.index_add_(0, repeated.numbers, grad[repeated.places].float())
-        total = grad.new_zeros(ctx.count, grad.shape[1]).index_add_(0, positions, grad)
-        total[repeated.rows] = sums.to(grad.dtype)
-        return total, None, None
+        return states
+    again = flat.index_select(0, repeated.rows).float().index_select(0, repeated.numbers)
+    return states.index_copy(0, repeated.places, again.to(flat.dtype))

@@ -208,89 +208,67 @@ def _part(tokens: Tensor, sequences: Tensor, shard: SequenceShard, device: torch
 
 @dataclass(frozen=True, kw_only=True)
 class _Prompts:
-    """Knows which tokens of a micro-batch's sequences, one after another, are those of the sequence before.
+    """Knows which tokens of a micro-batch's sequences, one after another, a row has.
 
     Attributes:
-        kept: bool [T], the others.
-        source: int64 [T], the kept token that each is.
+        kept: int64, which of the T tokens it has: not those of a prompt that the sequence before has, too.
+        rows: int64 [T], where each token lies in it.
+        own: how many tokens it has for each sequence alone.
     """
 
     kept: Tensor
-    source: Tensor
+    rows: Tensor
+    own: list[int]
 
     @staticmethod
-    def of(batch: Batch, tokens: Tensor, lengths: Tensor, *, share: bool) -> _Prompts:
-        """Find the prompts, up to the first trained token, that neighbours have in common.
-
-        Args:
-            tokens: int64 [T], places of the sequences' tokens in the batch.
-        """
-        kept, source = torch.ones(len(tokens), dtype=torch.bool), torch.arange(len(tokens))
-        if share:
-            leader, begin, size = 0, 0, 0
-            for length in lengths.tolist():
-                trained = batch.response_mask[tokens[begin : begin + length]].nonzero()
-                end = int(trained[0]) if len(trained) else 0
-                own = tokens[begin : begin + end]
-                if end and end == size and batch.same_tokens(tokens[leader : leader + end], own):
-                    kept[begin : begin + end] = False
-                    source[begin : begin + end] = torch.arange(leader, leader + end)
-                else:
-                    leader, size = begin, end
-                begin += length
-        return _Prompts(kept=kept, source=source)
-
-    @property
-    def rows(self) -> Tensor:
-        """Number the tokens as they lie in a row without what is there already: int64 [T]."""
-        return (self.kept.cumsum(0) - 1)[self.source]
+    def of(batch: Batch, sequences: Sequence[int], lengths: list[int], *, share: bool) -> _Prompts:
+        """Find the prompts, up to the first trained token, that neighbours have in common."""
+        everything = torch.arange(sum(lengths))
+        if not share:
+            return _Prompts(kept=everything, rows=everything, own=lengths)
+        kept, source, own = torch.ones(len(everything), dtype=torch.bool), everything.clone(), []
+        leader, begin, before = 0, 0, [torch.empty(0)]
+        for i, length in zip(sequences, lengths, strict=True):
+            prompt = batch.prompt(i)
+            size = len(prompt[0])
+            if size and size == len(before[0]) and all(map(torch.equal, prompt, before)):
+                kept[begin : begin + size] = False
+                source[begin : begin + size] = everything[leader : leader + size]
+                own.append(length - size)
+            else:
+                leader, before = begin, prompt
+                own.append(length)
+            begin += length
+        return _Prompts(kept=everything[kept], rows=(kept.cumsum(0) - 1)[source], own=own)
 
     @property
     def shares(self) -> bool:
-        return not bool(self.kept.all())
+        return len(self.kept) < len(self.rows)
 
 
-def _packed(
-    lengths: Tensor, total: int, positions: Tensor, prompts: _Prompts, shard: SequenceShard, device: torch.device
-) -> PackedSequences:
-    """Describe a row of so many tokens in all, whose padding is a sequence of its own.
+def _laid_out(
+    lengths: list[int], positions: Tensor, prompts: _Prompts, shard: SequenceShard, device: torch.device
+) -> tuple[_Grid, PackedSequences]:
+    """Put all tokens that are kept into one row, whose padding is a sequence of its own.
 
     Args:
         positions: int64 [T], of the sequences' tokens, one sequence after another.
     """
-    rows = prompts.rows
-    there = int(prompts.kept.sum())
-    padding = [total - there] if total > there else []
-    whole = [*lengths.tolist(), *padding]
+    count = len(prompts.kept)
+    total = shard.padded(count)
+    grid = _Grid(shape=(1, total), row=torch.zeros(count, dtype=torch.int64), column=torch.arange(count))
+    padding = [total - count] if total > count else []
     if not prompts.shares:
-        return packed_sequences(whole, device, shard.own(total))
-    filling = torch.arange(total - there)
-    queries = [int(part.sum()) for part in prompts.kept.split(lengths.tolist())] + padding
-    return sequences_that_share(
-        whole,
-        torch.cat((rows, there + filling)),
+        return grid, packed_sequences([*lengths, *padding], device, shard.own(total))
+    filling = torch.arange(total - count)
+    return grid, sequences_that_share(
+        [*lengths, *padding],
+        torch.cat((prompts.rows, count + filling)),
         torch.cat((positions[prompts.kept], filling)),
-        queries,
+        [*prompts.own, *padding],
         device,
         shard.own(total),
     )
-
-
-def _laid_out(
-    lengths: Tensor, positions: Tensor, prompts: _Prompts, shard: SequenceShard, device: torch.device
-) -> tuple[_Grid, PackedSequences]:
-    """Put all tokens that are kept into one row."""
-    count = int(prompts.kept.sum())
-    total = shard.padded(count)
-    grid = _Grid(shape=(1, total), row=torch.zeros(count, dtype=torch.int64), column=torch.arange(count))
-    return grid, _packed(lengths, total, positions, prompts, shard, device)
-
-
-def _padded(lengths: Tensor, positions: Tensor, shard: SequenceShard) -> _Grid:
-    """Give each sequence a row of its own."""
-    longest = shard.padded(max(lengths.tolist(), default=0))
-    row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    return _Grid(shape=(max(1, len(lengths)), longest), row=row, column=positions)
 
 
 def make_micro_batch(
@@ -325,12 +303,13 @@ def make_micro_batch(
     if bool(is_trained[(ends - lengths)[lengths > 0]].any()):
         raise ValueError("a sequence is trained on its first token, which none before it predicts: begin with a prompt")
     index = tokens[is_trained]
-    prompts = _Prompts.of(batch, tokens, lengths, share=share_prompts and packed)
+    prompts = _Prompts.of(batch, sequences, lengths.tolist(), share=share_prompts and packed)
     kept = prompts.kept
     if packed:
-        grid, description = _laid_out(lengths, positions, prompts, shard, device)
+        grid, description = _laid_out(lengths.tolist(), positions, prompts, shard, device)
     else:
-        grid, description = _padded(lengths, positions, shard), None
+        longest = shard.padded(max(lengths.tolist(), default=0))
+        grid, description = _Grid(shape=(max(1, len(places)), longest), row=sequence, column=positions), None
     rows, (first, after) = grid.shape[0], shard.own(grid.shape[1])
     begin, end = first * rows, after * rows
     cells = torch.full((rows * grid.shape[1],), -1).index_copy_(0, grid.flat, tokens[kept])

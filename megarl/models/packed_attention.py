@@ -131,10 +131,9 @@ def seen(
         keys, before: tokens of the longest sequence, and int64 [sequences], those of each before the first of `length`;
             the marks are [sequences, length, keys] then.
     """
-    place = (
-        torch.arange(length, device=device) if before is None else before[:, None] + torch.arange(length, device=device)
-    )
-    of_key, place = torch.arange(keys or length, device=device), place[..., None]
+    of_key, place = torch.arange(keys or length, device=device), torch.arange(length, device=device)[:, None]
+    if before is not None:
+        place = before[:, None, None] + place
     mask = of_key <= place
     return mask if window is None else mask & (of_key > place - window)
 

@@ -102,15 +102,13 @@ def prompts_of(batch: Batch) -> SharedPrompts:
 
     Prompts of which other experts were recorded are others.
     """
-    columns = [x for x in (batch.tokens, batch.routed, batch.routed_experts) if x is not None]
-    numbers, tokens = torch.zeros(len(batch.own), dtype=torch.int64), torch.zeros(len(batch.own), dtype=torch.int64)
-    for place, (start, length) in enumerate(zip(batch.starts[batch.own], batch.lengths[batch.own], strict=True)):
-        trained = batch.response_mask[start : start + length].nonzero()
-        if len(trained):
-            tokens[place] = trained[0, 0]
-            for column in columns:
-                numbers[place] = crc32(column[start : start + trained[0, 0]].numpy().tobytes(), int(numbers[place]))
-    return SharedPrompts(numbers=batch.of_all(numbers).tolist(), tokens=batch.of_all(tokens).tolist())
+    prompts = [batch.prompt(i) for i in batch.own.tolist()]
+    checksums = [crc32(b"".join(x.numpy().tobytes() for x in prompt)) for prompt in prompts]
+    numbers, tokens = (
+        batch.of_all(torch.tensor(values, dtype=torch.int64)).tolist()
+        for values in (checksums, [len(prompt[0]) for prompt in prompts])
+    )
+    return SharedPrompts(numbers=numbers, tokens=tokens)
 
 
 def _saved(plan: Plan, prompts: SharedPrompts | None) -> tuple[int, int]:

@@ -197,10 +197,15 @@ class Batch(SequenceTable, TokenShard):
         whole = change(self.everywhere(names - {"routed_experts", "routed"}))
         return whole.held_by(self.owners).with_(routed_experts=self.routed_experts, routed=self.routed)
 
-    def same_tokens(self, places: Tensor, others: Tensor) -> bool:
-        """Tell whether this rank has the same tokens, and recorded the same experts of them, at places as at others."""
-        columns = (self.tokens, self.routed, self.routed_experts)
-        return all(torch.equal(x[places], x[others]) for x in columns if x is not None)
+    def prompt(self, sequence: int) -> list[Tensor]:
+        """Take what a model reads of a sequence before the first trained token: tokens, and their recorded experts.
+
+        They are empty if the sequence, which this rank has, is not trained.
+        """
+        start, length = int(self.starts[sequence]), int(self.lengths[sequence])
+        trained = self.response_mask[start : start + length].nonzero()
+        end = start + int(trained[0]) if len(trained) else start
+        return [x[start:end] for x in (self.tokens, self.routed, self.routed_experts) if x is not None]
 
     def at_trained(self, x: Tensor) -> Tensor:
         """Put values at the trained tokens, and 0 at the others: [R] -> float32 [T]."""

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -25,6 +26,8 @@ from megarl.rollout.native.slots import BLOCK, DRAWN, SLOT, Ints, Rows, Slots
 from megarl.rollout.stop_strings import Decode, StopStrings
 from megarl.types import Completion, FinishReason, RoutedExperts, SamplingParams
 
+T = TypeVar("T", bound=Hashable)
+
 
 class StopRules:
     """Holds what finishes a response that is sampled with some parameters, but for its length."""
@@ -32,6 +35,20 @@ class StopRules:
     def __init__(self, params: SamplingParams, decode: Decode) -> None:
         self.token_ids = tuple(sorted(set(params.stop_token_ids)))
         self.strings = StopStrings(params.stop, decode) if params.stop else None
+
+
+class _Numbered(Generic[T]):
+    """Numbers values in the order in which they come."""
+
+    def __init__(self) -> None:
+        self.values: list[T] = []
+        self._numbers: dict[T, int] = {}
+
+    def number(self, value: T) -> int:
+        if value not in self._numbers:
+            self._numbers[value] = len(self.values)
+            self.values.append(value)
+        return self._numbers[value]
 
 
 @dataclass(kw_only=True)
@@ -119,7 +136,6 @@ class Scheduler:
 
     Attributes:
         running: requests, in the order of entry.
-        kinds: parameters of which each set draws tokens in another way, by the numbers in `Rows.kinds`.
     """
 
     def __init__(
@@ -133,20 +149,23 @@ class Scheduler:
         leaving: Callable[[Running], None] = lambda r: None,
     ) -> None:
         self.running: list[Running] = []
-        self.kinds: list[SamplingParams] = []
+        self._kinds = _Numbered[SamplingParams]()
         self._waiting: deque[Running] = deque()
         self._kept: dict[int, Running] = {}
         # weak: an agent may ask each time for another number of tokens
         self._rules: WeakValueDictionary[SamplingParams, StopRules] = WeakValueDictionary()
         self._prompts: dict[tuple[int, ...], int] = {}
-        self._kind_numbers: dict[tuple[float, float, int], int] = {}
-        self._stop_ids: dict[tuple[int, ...], int] = {}
-        self._stop_sets: list[tuple[int, ...]] = []
+        self._stop_ids = _Numbered[tuple[int, ...]]()
         self._pool, self._slots = BlockPool(blocks), Slots(max_num_seqs)
         self._in_slot: list[Running | None] = [None] * max_num_seqs
         self._order: Ints = np.empty(0, dtype=np.int64)
         self._max_num_batched_tokens, self._decode = max_num_batched_tokens, decode
         self._recurrent, self._leaving = recurrent, leaving
+
+    @property
+    def kinds(self) -> Sequence[SamplingParams]:
+        """List the parameters of which each set draws tokens in another way, by the numbers in `Rows.kinds`."""
+        return self._kinds.values
 
     @property
     def busy(self) -> bool:
@@ -294,17 +313,11 @@ class Scheduler:
         params, slots = r.request.params, self._slots
         slot = r.slot = slots.take()
         self._in_slot[slot] = r
-        kind = (params.temperature, params.top_p, params.top_k)
-        if kind not in self._kind_numbers:
-            self._kind_numbers[kind] = len(self.kinds)
-            self.kinds.append(params)
+        kind = replace(params, max_tokens=1, stop_token_ids=(), stop=(), routed_experts=False)
         r.blocks = []
         slots.rows[slot] = (r.newest, r.position, slot, 0, r.request.seed, len(r.token_ids))
-        slots.most[slot], slots.kind[slot] = params.max_tokens, self._kind_numbers[kind]
-        if r.rules.token_ids not in self._stop_ids:
-            self._stop_ids[r.rules.token_ids] = len(self._stop_sets)
-            self._stop_sets.append(r.rules.token_ids)
-        slots.stop_ids[slot] = self._stop_ids[r.rules.token_ids]
+        slots.most[slot], slots.kind[slot] = params.max_tokens, self._kinds.number(kind)
+        slots.stop_ids[slot] = self._stop_ids.number(r.rules.token_ids)
         slots.has_stop_strings[slot] = r.rules.strings is not None
         self._give(r, blocks)
 
@@ -325,7 +338,7 @@ class Scheduler:
         """Tell which sequences end with these, their newest tokens."""
         stopped, sets = np.zeros(len(ids), dtype=bool), self._slots.stop_ids[slots]
         for number in np.unique(sets):
-            stopped |= (sets == number) & np.isin(ids, self._stop_sets[number])
+            stopped |= (sets == number) & np.isin(ids, self._stop_ids.values[number])
         for place in np.flatnonzero(self._slots.has_stop_strings[slots] & ~stopped):
             r = self._holder(slots[place])
             self._take_new(r)
