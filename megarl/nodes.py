@@ -263,6 +263,7 @@ class Nodes:
                     raise PlanChanged(plan)
                 self._look_for_others()
                 time.sleep(POLL_SECONDS)
+            self._look_for_others()  # the first node may have completed the meeting before this one looked for its host
         except DistError as e:
             raise ValueError(f"the launcher of node 0 at {node.master_addr}:{node.master_port} has ended") from e
 

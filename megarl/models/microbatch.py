@@ -182,6 +182,12 @@ class _Grid:
     row: Tensor
     column: Tensor
 
+    @staticmethod
+    def padded(lengths: Tensor, sequence: Tensor, positions: Tensor, shard: SequenceShard) -> _Grid:
+        """Lay each sequence out in a row of its own, as long as the longest one."""
+        longest = shard.padded(max(lengths.tolist(), default=0))
+        return _Grid(shape=(max(1, len(lengths)), longest), row=sequence, column=positions)
+
     def laid_out(self, values: Tensor) -> Tensor:
         """Lay out int64 [T] as [B, L]; padding is 0."""
         cells = torch.zeros(self.shape, dtype=torch.int64)
@@ -271,6 +277,12 @@ def _laid_out(
     )
 
 
+def _check_first(is_trained: Tensor) -> None:
+    """Refuse training on a sequence's first token."""
+    if bool(is_trained.any()):
+        raise ValueError("a sequence is trained on its first token, which none before it predicts: begin with a prompt")
+
+
 def make_micro_batch(
     batch: Batch,
     sequences: Sequence[int],
@@ -300,26 +312,23 @@ def make_micro_batch(
     positions = torch.arange(len(sequence)) - (ends - lengths)[sequence]
     tokens = starts[sequence] + positions  # in the batch
     is_trained = batch.response_mask[tokens]
-    if bool(is_trained[(ends - lengths)[lengths > 0]].any()):
-        raise ValueError("a sequence is trained on its first token, which none before it predicts: begin with a prompt")
+    _check_first(is_trained[(ends - lengths)[lengths > 0]])
     index = tokens[is_trained]
     prompts = _Prompts.of(batch, sequences, lengths.tolist(), share=share_prompts and packed)
-    kept = prompts.kept
     if packed:
         grid, description = _laid_out(lengths.tolist(), positions, prompts, shard, device)
     else:
-        longest = shard.padded(max(lengths.tolist(), default=0))
-        grid, description = _Grid(shape=(max(1, len(places)), longest), row=sequence, column=positions), None
+        grid, description = _Grid.padded(lengths, sequence, positions, shard), None
     rows, (first, after) = grid.shape[0], shard.own(grid.shape[1])
     begin, end = first * rows, after * rows
-    cells = torch.full((rows * grid.shape[1],), -1).index_copy_(0, grid.flat, tokens[kept])
+    cells = torch.full((rows * grid.shape[1],), -1).index_copy_(0, grid.flat, tokens[prompts.kept])
     trained = torch.zeros_like(places).index_add_(0, sequence, is_trained.long())
     flat = grid.flat[prompts.rows]
     predictors, own_tokens = _own(flat[is_trained.nonzero().flatten() - 1], begin, end)
     last, own_sequences = _own(flat[ends - 1], begin, end)
     return MicroBatch(
-        tokens=upload(grid.laid_out(batch.tokens[tokens[kept]])[:, first:after], device),
-        position_ids=upload(grid.laid_out(positions[kept])[:, first:after], device),
+        tokens=upload(grid.laid_out(batch.tokens[tokens[prompts.kept]])[:, first:after], device),
+        position_ids=upload(grid.laid_out(positions[prompts.kept])[:, first:after], device),
         packed=description,
         predictors=upload(predictors, device),
         labels=upload(batch.tokens[index[own_tokens]], device),
