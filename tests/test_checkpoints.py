@@ -56,6 +56,7 @@ from megarl.checkpoint.manifest import FORMAT, files_of, record_files, write_man
 from megarl.models.architecture import Architecture
 from megarl.models.kernels import transformer_engine_available
 from megarl.models.parameter_names import ParameterNames
+from megarl.parallel.deterministic import deterministic
 
 
 def fake(run_dir: Path, step: int, at: Callable[[int], Position] = rl_step) -> Path:
@@ -237,9 +238,8 @@ def _tensors(folder: str) -> dict[str, torch.Tensor]:
 def _layouts(run_dir: str, cases: list[Case], arch: Architecture = FIVE_LAYERS) -> list[Any]:
     """Trained and saved in the first layout, then read and saved again in each; the last word of each on this rank."""
     written, before, there = [], "", _children()  # other tests of these ranks may have left some
-    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # Megatron-Core wants it with the next line
-    torch.use_deterministic_algorithms(True)  # memory that nobody has written is NaN then
-    try:
+    with deterministic(True):
+        torch.utils.deterministic.fill_uninitialized_memory = True  # with NaN
         for step, case in enumerate(cases, 1):
             with actor_in(case, arch, lr=1e-2) as actor:
                 if before:
@@ -250,8 +250,6 @@ def _layouts(run_dir: str, cases: list[Case], arch: Architecture = FIVE_LAYERS) 
                         if not isinstance(bias, torch.nn.Parameter):  # no step changes it
                             bias.add_(1)
                 before = _save_in_turns(actor, run_dir, step)
-    finally:
-        torch.use_deterministic_algorithms(False)
     first, *others = [_tensors(checkpoint_folder(run_dir, rl_step(i + 1))) for i in range(len(cases))]
     for other in others:
         assert first.keys() == other.keys()
