@@ -181,7 +181,7 @@ def test_rows_that_are_too_long_are_passed_over(
         "remark: data.train_files: 6 of 30 rows that were tried are over data.max_prompt_length = 4 or "
         "data.max_response_length = 512 tokens; such rows are left out when they are drawn",
     )
-    sampler = PromptSampler(ROWS, 4, True, 7, fits=examples.fits)
+    sampler = PromptSampler(ROWS, 4, True, 7, fits=fits_of(examples))
     states, drawn = [], []
     for _ in range(13):
         states.append(sampler.state())
@@ -214,7 +214,7 @@ def test_too_few_rows_fit(tmp_path: Path, tokenizer: str, later: None, monkeypat
     )
     assert "were tried, 1 do; raise a length, or lower data.train_batch_size" in text or ", 0 do;" in text
     monkeypatch.setattr(megarl.data.prompt_sampler, "MOST_TRIED", 0)
-    sampler = PromptSampler(1000, 4, False, 0, fits=lambda i: i % 200 == 0)
+    sampler = PromptSampler(1000, 4, False, 0, fits=lambda rows: [i % 200 == 0 for i in rows])
     with pytest.raises(RowRefused, match=r"400 of 1000 were tried, 2 do; raise a length"):
         sampler.next()
     monkeypatch.setattr(megarl.data.example_set, "TRIED", 2)

@@ -6,18 +6,19 @@ from collections.abc import Sequence
 
 import torch
 
-from megarl.data.examples import Example, Turns
+from megarl.data.examples import Example
 from megarl.types import Batch, batch_of
 
 
 def batch_of_examples(examples: Sequence[Example]) -> Batch:
     """Join the sequences of examples; `groups` says which example a sequence is of, `labels` repeats its label."""
-    turns = [sequence for example in examples for sequence in example.sequences]
-    groups = [i for i, example in enumerate(examples) for _ in example.sequences]
-    batch = batch_of([_joined(t) for t in turns], [()] * len(turns), groups)
-    learnt = [torch.tensor([i % 2 == 1 for i, turn in enumerate(t) for _ in turn]) for t in turns]
+    sequences = [sequence for example in examples for sequence in example.sequences]
+    turns = [turn for sequence in sequences for turn in sequence]
+    pairs = batch_of(turns[::2], turns[1::2], range(len(turns) // 2))  # a turn that is read, and one that is learnt
+    pairs_before = torch.tensor([0, *(len(sequence) // 2 for sequence in sequences)]).cumsum(0)
+    groups = torch.tensor([i for i, example in enumerate(examples) for _ in example.sequences], dtype=torch.int64)
     labels = torch.tensor([example.label for example in examples], dtype=torch.float32)
-    return batch.with_(response_mask=torch.cat(learnt), labels=labels[batch.groups])
+    return pairs.with_(cu_seqlens=pairs.cu_seqlens[pairs_before], groups=groups, labels=labels[groups])
 
 
 def mismatched(batch: Batch) -> Batch:
@@ -27,10 +28,6 @@ def mismatched(batch: Batch) -> Batch:
         batch: sequences of a prompt and its answer.
     """
     parts = list(zip(*(x.split(batch.lengths.tolist()) for x in (batch.tokens, batch.response_mask)), strict=True))
-    prompts = [tokens[~learnt].tolist() for tokens, learnt in parts]
-    answers = [tokens[learnt].tolist() for tokens, learnt in parts]
+    prompts = [tokens[~learnt].numpy() for tokens, learnt in parts]
+    answers = [tokens[learnt].numpy() for tokens, learnt in parts]
     return batch_of([*prompts[1:], prompts[0]], answers, batch.groups.tolist())
-
-
-def _joined(turns: Turns) -> tuple[int, ...]:
-    return tuple(token for turn in turns for token in turn)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from megarl.data.examples import Example
 from megarl.data.files import data_files, row_prefix
 from megarl.data.formats import Format
 from megarl.data.index_cache import index_of
+from megarl.data.prompt_sampler import Fits
 from megarl.data.readers import Row
 from megarl.data.row_files import RowRefused
 from megarl.data.row_index import Index
@@ -173,9 +174,11 @@ class ExampleSet(RowSet[Example]):
         )
 
 
-def fits_of(examples: Sequence[Example]) -> Callable[[int], bool] | None:
-    """Return what tells a sampler which examples are too long; None if none of them is."""
-    return examples.fits if isinstance(examples, ExampleSet) and examples.drawn else None
+def fits_of(examples: Sequence[Example]) -> Fits | None:
+    """Return what tells a sampler which examples are not too long; None if none of them is."""
+    if not isinstance(examples, ExampleSet) or not examples.drawn:
+        return None
+    return lambda rows: list(map(examples.fits, rows))
 
 
 def _refused(error: ValueError) -> RowRefused:

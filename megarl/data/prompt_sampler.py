@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,10 @@ MOST_TRIED = 10_000
 """Rows that are tried for one batch, or a hundred times its size: some 10 s."""
 
 
+Fits = Callable[[Sequence[int]], Sequence[bool]]
+"""Tells which of some rows can be used."""
+
+
 class PromptSampler:
     """Batches of row positions, epoch after epoch; the rows left over at the end of an epoch are not used.
 
@@ -33,8 +37,8 @@ class PromptSampler:
         shuffle: a new order every epoch; false: always 0, 1, 2, ...
         order: puts the rows of an epoch in another order than that.
         allow: parts of a run that may differ from where a state was taken, as in `trainer.resume_allow`.
-        fits: whether a row can be used; those that cannot are passed over. It gives the same for a row whenever it is
-            asked. Default: all can.
+        fits: which of some rows can be used; those that cannot are passed over. It gives the same for a row whenever it
+            is asked. Default: all can.
         called: of `n_rows` and `batch_size`, for messages: the key, and its part of a run; default those of training.
 
     Raises:
@@ -50,7 +54,7 @@ class PromptSampler:
         *,
         order: Order | None = None,
         allow: Collection[str] = (),
-        fits: Callable[[int], bool] | None = None,
+        fits: Fits | None = None,
         called: Mapping[str, tuple[str, str]] | None = None,
     ) -> None:
         self._fits = fits
@@ -83,10 +87,11 @@ class PromptSampler:
         batch: list[int] = []
         last = self._position + self._most_tried
         while self._position < last and len(batch) < self._batch_size <= len(batch) + self._n_rows - self._position:
-            place = int(self._order[self._position])
-            self._position += 1
-            if self._fits is None or self._fits(place):
-                batch.append(place)
+            after = min(last, self._position + self._batch_size - len(batch))
+            rows: list[int] = self._order[self._position : after].tolist()
+            self._position += len(rows)
+            fits = [True] * len(rows) if self._fits is None else self._fits(rows)
+            batch += (row for row, usable in zip(rows, fits, strict=True) if usable)
         return batch
 
     @property

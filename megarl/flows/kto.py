@@ -21,8 +21,9 @@ def flow(run: Run) -> None:
     reference = run.add("reference", build_reference(config, actor))
 
     def with_reference(batch: Batch, passes: Passes) -> Batch:
-        others = mismatched(batch)
+        others = mismatched(batch.everywhere(("tokens", "response_mask")))
         others_plan = actor.plan(others, config.data.train_batch_size)
+        others = others.held_by(others_plan.owners)
         with run.phase(Phase.LOG_PROBS):
             logp = actor.log_probs(others, others_plan)
         with run.phase(Phase.REF):

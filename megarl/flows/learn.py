@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 
 from megarl.algorithms.cross_entropy import cross_entropy
 from megarl.algorithms.loss import Loss, Metric
-from megarl.data.example_batch import batch_of_examples
-from megarl.data.examples import Example
 from megarl.phases import Phase
 from megarl.roles.passes import Passes
 from megarl.roles.trained import Actor, TrainedModel
 from megarl.trainer.build import build_actor, prompt_sampler
+from megarl.trainer.example_reader import ExampleReader
 from megarl.trainer.session.run import Run
 from megarl.types import Batch
 
@@ -29,23 +28,25 @@ def policy(run: Run) -> Actor:
 
 def learn(run: Run, model: TrainedModel, loss: Loss, columns: Columns | None = None) -> None:
     """Run the loop "train": one update for each batch of training examples, validated on all held-out examples."""
-    inputs, sampler = run.inputs, run.add("sampler", prompt_sampler(run.inputs))
+    inputs = run.inputs
+    reader, held_out_reader = (ExampleReader(rows, run.world) for rows in (inputs.train_examples, inputs.val_examples))
+    sampler = run.add("sampler", prompt_sampler(inputs, fits=reader.fits))
 
     def validate() -> dict[str, float]:
-        metrics = held_out(run, model, loss, columns)
+        batch = held_out_reader.batch(range(len(inputs.val_examples)))
+        metrics = evaluate_on(run, model, loss, batch, columns)
         return {f"val/{name}": value for name, value in metrics.items()}
 
     for _ in run.steps("train", inputs.total_steps, validate=validate if inputs.val_examples else None):
-        examples = [inputs.train_examples[i] for i in sampler.next()]
-        run.log("train", update_on(run, model, loss, examples, columns))
+        run.log("train", update_on(run, model, loss, reader.batch(sampler.next()), columns))
 
 
 def update_on(
-    run: Run, model: TrainedModel, loss: Loss, examples: Sequence[Example], columns: Columns | None = None
+    run: Run, model: TrainedModel, loss: Loss, batch: Batch, columns: Columns | None = None
 ) -> Mapping[str, Metric]:
-    """Take one optimizer step on all of the examples; returns its metrics."""
-    batch = batch_of_examples(examples)
-    plan = model.plan(batch, together=len(examples[0].sequences))
+    """Take one optimizer step on a batch of examples; returns its metrics."""
+    plan = model.plan(batch, together=_sequences_of_each(batch))
+    batch = batch.held_by(plan.owners)
     if columns is not None:
         batch = columns(batch, plan)
     run.check_agreement(batch)
@@ -56,14 +57,21 @@ def update_on(
         return model.update(batch, mini_batch, loss)
 
 
-def held_out(run: Run, model: TrainedModel, loss: Loss, columns: Columns | None = None) -> dict[str, float]:
-    """Compute the loss and its metrics over all of `data.val_files`, without gradients."""
-    examples = list(run.inputs.val_examples)
-    batch, together = batch_of_examples(examples), len(examples[0].sequences)
+def evaluate_on(
+    run: Run, model: TrainedModel, loss: Loss, batch: Batch, columns: Columns | None = None
+) -> dict[str, float]:
+    """Compute the loss and its metrics over a batch of examples, without gradients."""
+    together = _sequences_of_each(batch)
     plan = model.plan(batch, together * run.config.data.train_batch_size, together=together)
+    batch = batch.held_by(plan.owners)
     if columns is not None:
         batch = columns(batch, plan)
     metrics = model.evaluate(batch, plan, loss)
     if loss is cross_entropy:
         metrics["perplexity"] = float(torch.tensor(metrics["loss"]).exp())
     return metrics
+
+
+def _sequences_of_each(batch: Batch) -> int:
+    """Count the sequences of an example: 2 of a pair."""
+    return len(batch) // (int(batch.groups[-1]) + 1)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from megarl.algorithms.cross_entropy import cross_entropy
-from megarl.data.example_set import fits_of
 from megarl.data.prompt_sampler import PromptSampler
 from megarl.flows.learn import learn, policy, update_on
 from megarl.roles.trained import Actor
+from megarl.trainer.example_reader import ExampleReader
 from megarl.trainer.session.run import Run
 from megarl.trainer.stopped import RunRefused
 
@@ -36,9 +36,9 @@ def sft(run: Run, actor: Actor, loop: str, *, total: int, batch_size: int, befor
     seed = run.config.data.seed
     allow = {"warmup", *run.config.trainer.resume_allow}  # the start of the run has compared the warm-ups
     called = {"n_rows": ("demonstrations", "warmup"), "batch_size": ("warmup.train_batch_size", "warmup")}
+    reader = ExampleReader(examples, run.world)
     if total:
-        fits = fits_of(examples)
-        sampler = PromptSampler(len(examples), batch_size, True, seed, allow=allow, fits=fits, called=called)
+        sampler = PromptSampler(len(examples), batch_size, True, seed, allow=allow, fits=reader.fits, called=called)
         run.add(f"{loop}_sampler", sampler)
     for _ in run.steps(loop, total, before=before):
-        run.log(loop, update_on(run, actor, cross_entropy, [examples[i] for i in sampler.next()]))
+        run.log(loop, update_on(run, actor, cross_entropy, reader.batch(sampler.next())))

@@ -31,6 +31,7 @@ from megarl.roles.optimizer import MegatronOptimizer
 from megarl.roles.passes import MiniBatch, Passes
 from megarl.telemetry.timers import Stopwatch
 from megarl.types import Batch
+from megarl.types.owners import Owners
 
 
 class TrainedModel(MegatronModel):
@@ -132,26 +133,27 @@ class TrainedModel(MegatronModel):
         return self._update(batch, mini_batch, loss, weights)[0]
 
     def evaluate(self, batch: Batch, passes: Passes, loss: Loss) -> dict[str, float]:
-        """Compute the loss of a batch and its metrics, without gradients; the same on every rank.
+        """Compute the loss of a batch and its metrics, without gradients; the same on every rank, which all call it.
 
         Args:
             passes: see `MegatronModel.forward`.
             loss: as in `update`. There is no entropy.
         """
-        batch, everything = batch.everywhere(), range(len(batch))
+        everything, own = range(len(batch)), batch.own
         outputs, weights = self.forward(batch, passes), self._mean_over(batch, everything, loss)
         columns, sequence_columns = columns_for(loss, prepared(loss, batch, everything), self.head.per)
         trained = batch.response_mask
-        if self.head.per == "token":
-            outputs, weights = outputs[trained], weights[trained]
+        places = trained if self.head.per == "token" else own
+        by_token = {name: column[trained] for name, column in columns.items()}
         x = LossInput(
-            output=outputs,
-            weights=weights,
-            columns={**{name: column[trained] for name, column in columns.items()}, **sequence_columns},
-            lengths=batch.response_lengths,
+            output=outputs[places],
+            weights=weights[places],
+            columns=by_token | {name: column[own] for name, column in sequence_columns.items()},
+            lengths=batch.own_response_lengths,
         )
-        out = loss(x.weighted())
-        return {"loss": float(out.loss), **{name: float(metric.value) for name, metric in out.metrics.items()}}
+        owners = batch.owners or Owners.everywhere(len(batch), self.groups.world)
+        metrics = self._reduce([loss(x.weighted())] if owners.leads and len(own) else [])
+        return {name: float(metric.value) for name, metric in metrics.items()}
 
     def update_with_outputs(
         self, batch: Batch, mini_batch: MiniBatch, loss: Loss, weights: Tensor | None = None

@@ -17,7 +17,7 @@ from megarl.config.policy import ModelConfig, OptimConfig
 from megarl.data.curriculum import Columns, Order, as_asked, easy_first
 from megarl.data.example_set import fits_of
 from megarl.data.mixture import MixtureSampler
-from megarl.data.prompt_sampler import PromptSampler
+from megarl.data.prompt_sampler import Fits, PromptSampler
 from megarl.data.prompts import PromptSet
 from megarl.models.architecture import Architecture
 from megarl.models.fill import Source, random_source
@@ -196,12 +196,16 @@ def _weights(model: ModelConfig | OtherModelConfig, arch: Architecture, seed: in
     return random_source(arch, seed) if model.random_init else HuggingFaceWeights(model.folder, arch).box
 
 
-def prompt_sampler(inputs: Inputs) -> PromptSampler:
-    """Build the sampler that draws the training prompts, or examples, in their order."""
+def prompt_sampler(inputs: Inputs, *, fits: Fits | None = None) -> PromptSampler:
+    """Build the sampler that draws the training prompts, or examples, in their order.
+
+    Args:
+        fits: which of some examples are not too long. Default: every rank finds it out of each.
+    """
     data, allow, prompts = inputs.config.data, inputs.config.trainer.resume_allow, inputs.train_prompts
     if examples := inputs.train_examples:
         size = data.train_batch_size
-        return PromptSampler(len(examples), size, data.shuffle, data.seed, allow=allow, fits=fits_of(examples))
+        return PromptSampler(len(examples), size, data.shuffle, data.seed, allow=allow, fits=fits or fits_of(examples))
     size, order = data.prompts_per_draw, None
     called = {"batch_size": ("data.gen_batch_size", "batch")} if data.gen_batch_size else {}
     if isinstance(prompts, PromptSet):

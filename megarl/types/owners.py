@@ -54,6 +54,11 @@ class Owners:
         """Find this rank's block; -1: it is in none."""
         return next((i for i, block in enumerate(self.blocks) if self.ranks.rank in block), -1)
 
+    @property
+    def leads(self) -> bool:
+        """Tell whether this rank counts for its block, where what all blocks have is added up."""
+        return self.block >= 0 and self.blocks[self.block][0] == self.ranks.rank
+
     @cached_property
     def own(self) -> Tensor:
         """List the sequences whose tokens this rank has: int64 [M], ascending."""
@@ -69,7 +74,7 @@ class Owners:
 
     def sum_(self, values: Tensor, what: str = "sums over the tokens of all ranks") -> Tensor:
         """Add up what each block has computed of its tokens, in place; every rank calls it."""
-        if self.block < 0 or self.blocks[self.block][0] != self.ranks.rank:
+        if not self.leads:
             values.zero_()
         return self.ranks.sum_(values, what)
 
