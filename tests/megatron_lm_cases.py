@@ -44,6 +44,7 @@ def save_megatron_lm(
     from megatron.core import dist_checkpointing, tensor_parallel
     from megatron.core import parallel_state as mpu
     from megatron.core.dist_checkpointing.mapping import ShardedObject
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     from megarl.models.families import read_architecture
 
@@ -83,6 +84,7 @@ def save_megatron_lm(
         dist.barrier()
         multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it starts a process
         dist_checkpointing.save(state, str(folder), content_metadata={"singleton_local_shards": False})
+        filesystem_async._results_queue = None  # ends the process that it started, which would outlive this one
         dist.barrier()
         Path(root, "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
         return _logits(model) if dist.get_world_size() == 1 else None
