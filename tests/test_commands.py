@@ -170,10 +170,10 @@ def test_keys_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
         "  PPO clip range of both sides",
         "  type     number, more than 0",
         "  default  0.2",
-        "  section  actor_rollout_ref.actor: The policy update.",
+        "  section  actor_rollout_ref.actor: Sets how the policy is updated.",
     ]
     section = lines_of(capsys, "config", "explain", "profiler")
-    assert section[0].startswith("profiler: Profiles of chosen steps") and len(section) == 6
+    assert section[0].startswith("profiler: Chooses the steps and ranks") and len(section) == 6
     assert (
         lines_of(capsys, "config", "explain", "trainer.resume_mode=auto")[2] == "  type     auto, disable, resume_path"
     )

@@ -1,4 +1,4 @@
-"""Sections of advantages, KL control, corrections and preferences."""
+"""Defines the sections of advantages, KL control, corrections and preferences."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.config.fields import KlPenalty, NonEmpty, Section, Size, Whole
 
 
 class KlCtrlConfig(Section):
-    """Controller of the KL coefficient when KL is subtracted from the reward (Ziegler et al. 2019, section 2.2)."""
+    """Controls the coefficient of the KL that is subtracted from the reward (Ziegler et al. 2019, section 2.2)."""
 
     type: Literal["fixed", "adaptive"] = Field("fixed", description="adaptive steers the KL towards target_kl")
     kl_coef: float = Field(0.001, ge=0, description="coefficient, or its first value when adaptive")
@@ -19,7 +19,7 @@ class KlCtrlConfig(Section):
 
 
 class RolloutCorrectionConfig(Section):
-    """Weights and rejection for the gap between the engine's distribution and the training layout's."""
+    """Corrects the gap between the engine's distribution and the training layout's by weights and rejection."""
 
     rollout_is: Literal["token", "sequence"] | None = Field(
         None, description="truncated importance sampling by the ratio p_train / p_rollout of each token or sequence"
@@ -41,7 +41,7 @@ class RolloutCorrectionConfig(Section):
 
     @property
     def corrects(self) -> bool:
-        """Whether a correction is on."""
+        """Tell whether a correction is on."""
         return (self.rollout_is, self.rollout_rs, self.rollout_token_veto_threshold) != (None, None, None)
 
     @property
@@ -51,7 +51,7 @@ class RolloutCorrectionConfig(Section):
 
 
 class FilterGroupsConfig(Section):
-    """Dynamic sampling (DAPO): groups whose responses all score the same teach nothing, so other prompts are drawn."""
+    """Replaces groups whose responses all score the same, which teach nothing, by others: dynamic sampling (DAPO)."""
 
     enable: bool = Field(False, description="draw more prompts to replace groups without differences")
     metric: Literal["acc", "score", "seq_reward"] = Field(
@@ -63,7 +63,7 @@ class FilterGroupsConfig(Section):
 
 
 class PreferenceConfig(Section):
-    """The loss on pairs of answers, or on answers with a label."""
+    """Chooses the loss on pairs of answers, or on answers with a label."""
 
     loss_mode: NonEmpty = Field("dpo", description="a name of `megarl algorithms`, or path/to/file.py:function")
     beta: float = Field(0.1, gt=0, description="weight of the log-ratio to the reference (ORPO: of the odds ratio)")
@@ -80,7 +80,7 @@ class PreferenceConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """The computation of advantages from rewards."""
+    """Sets the computation of advantages from rewards."""
 
     adv_estimator: NonEmpty = Field(
         "grpo",

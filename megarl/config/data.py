@@ -1,4 +1,4 @@
-"""The section of data: files, columns, sizes and order."""
+"""Defines the section of data: files, columns, sizes and order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.config.fields import Section, Size, Whole
 
 
 class DataConfig(Section):
-    """Files of prompts and examples, their columns and their batches."""
+    """Names the files of prompts and examples and their columns, and sets the batches."""
 
     format: Literal["auto", "prompts", "demonstrations", "preferences", "judged"] = Field(
         "auto",
@@ -95,10 +95,10 @@ class DataConfig(Section):
 
     @property
     def prompts_per_draw(self) -> int:
-        """Prompts of one draw, whose responses are generated together."""
+        """Count the prompts of one draw, whose responses are generated together."""
         return self.gen_batch_size or self.train_batch_size
 
     @property
     def max_sequence_length(self) -> int:
-        """Maximum number of tokens of a prompt and its response together."""
+        """Return the maximum number of tokens of a prompt and its response together."""
         return self.max_prompt_length + self.max_response_length

@@ -1,4 +1,4 @@
-"""Descriptions of configuration keys and sections: type, default, unit and meaning. Torch-free."""
+"""Describes configuration keys and sections: type, default, unit and meaning. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The section of environments and agents."""
+"""Defines the section of environments and agents."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.config.fields import Section, Size, Whole
 
 
 class EnvironmentConfig(Section):
-    """An environment or agent that answers the policy, so that a response has several turns."""
+    """Names the environment or agent that answers the policy, so that a response has several turns."""
 
     name: str = Field("", description="a registered environment, or path/to/file.py:class; empty: none")
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment's class")
@@ -37,5 +37,5 @@ class EnvironmentConfig(Section):
 
     @property
     def answers(self) -> bool:
-        """Whether responses have several turns."""
+        """Tell whether responses have several turns."""
         return bool(self.name or self.agent)

@@ -1,4 +1,4 @@
-"""Types of configuration values, and the base class of all sections."""
+"""Defines the types of configuration values, and the base class of all sections."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Identity = Literal["model", "tokenizer", "data", "warmup", "seed", "batch", "alg
 
 
 class Section(BaseModel):
-    """A frozen group of keys. An undeclared key is an error, and so are infinity and NaN.
+    """Holds a frozen group of keys. An undeclared key is an error, and so are infinity and NaN.
 
     A single text is accepted for a list of texts: `data.train_files=train.jsonl`.
     """
@@ -43,7 +43,7 @@ class Section(BaseModel):
 
 
 class ModelFiles(Section):
-    """The files of a model. A Hub's model, once it is in the cache, has its commit in its name."""
+    """Names the files of a model. A Hub's model, once it is in the cache, has its commit in its name."""
 
     path: str = Field(
         "",
@@ -56,12 +56,12 @@ class ModelFiles(Section):
 
     @property
     def folder(self) -> str:
-        """The directory that `path` stands for."""
+        """Return the directory that `path` stands for."""
         return folder_of(self.path)
 
     @property
     def tokenizer(self) -> str:
-        """The directory or file with the tokenizer."""
+        """Return the directory or file with the tokenizer."""
         return folder_of(self.tokenizer_path or self.path)
 
 

@@ -1,4 +1,4 @@
-"""Loading of a `Config` from a YAML file and `key=value` overrides. A refusal is one line that says what to change."""
+"""Loads a `Config` from a YAML file and `key=value` overrides. A refusal is one line that says what to change."""
 
 from __future__ import annotations
 

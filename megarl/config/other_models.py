@@ -1,4 +1,4 @@
-"""Sections of the models beside the policy: critic, reward model, teacher."""
+"""Defines the sections of the models beside the policy: critic, reward model, teacher."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from megarl.config.policy import BatchingConfig, FastOptimConfig, MegatronConfig
 
 
 class OtherModelConfig(ModelFiles):
-    """The weights of a critic, reward model or teacher."""
+    """Names the weights of a critic, reward model or teacher."""
 
     random_init: bool = Field(False, description="start from random weights instead of those in path")
 
 
 class CriticConfig(BatchingConfig):
-    """The model that predicts returns, for an estimator that needs values. Megatron keys that are not set have the
-    actor's values."""
+    """Describes the model that predicts returns, for an estimator that needs values. Megatron keys that are not set
+    have the actor's values."""
 
     model: OtherModelConfig = Field(
         OtherModelConfig(),
@@ -34,15 +34,16 @@ class CriticConfig(BatchingConfig):
 
 
 class RewardModelConfig(BatchingConfig):
-    """A model that scores responses, for reward.name=model. Megatron keys that are not set have the actor's values."""
+    """Describes a model that scores responses, for reward.name=model. Megatron keys that are not set have the actor's
+    values."""
 
     model: OtherModelConfig = Field(OtherModelConfig(), description="path: a sequence classifier with one label")
     megatron: MegatronConfig = MegatronConfig()
 
 
 class TeacherConfig(BatchingConfig):
-    """A frozen language model with the policy's vocabulary, for an estimator that needs a teacher. Megatron keys that
-    are not set have the actor's values."""
+    """Describes a frozen language model with the policy's vocabulary, for an estimator that needs a teacher. Megatron
+    keys that are not set have the actor's values."""
 
     model: OtherModelConfig = OtherModelConfig()
     megatron: MegatronConfig = MegatronConfig()

@@ -1,4 +1,4 @@
-"""Sections of the policy: model, training layout, loss, generation engine, reference and reshard."""
+"""Defines the sections of the policy: model, training layout, loss, generation engine, reference and reshard."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.config.fields import KlLoss, LossAggMode, ModelFiles, NonEmpty, Sect
 
 
 class ModelConfig(ModelFiles):
-    """The policy's architecture and weights."""
+    """Describes the policy's architecture and weights."""
 
     random_init: bool = Field(False, description="start from random weights instead of those in path")
     family: str = Field(
@@ -49,7 +49,7 @@ class ModelConfig(ModelFiles):
 
 
 class OptimConfig(Section):
-    """AdamW, through Megatron-Core's optimizer, and its schedule."""
+    """Sets AdamW, through Megatron-Core's optimizer, and its schedule."""
 
     lr: float = Field(1e-6, gt=0, le=1, description="peak learning rate")
     lr_warmup_steps: Whole = Field(0, ge=0, description="optimizer steps of linear warm-up")
@@ -74,13 +74,13 @@ class OptimConfig(Section):
 
 
 class FastOptimConfig(OptimConfig):
-    """AdamW and its schedule, with a higher default learning rate than the actor's."""
+    """Sets AdamW and its schedule, with a higher default learning rate than the actor's."""
 
     lr: float = Field(1e-5, gt=0, le=1, description="peak learning rate")
 
 
 class MegatronConfig(Section):
-    """The training layout, in Megatron-Core's names."""
+    """Sets the training layout, in Megatron-Core's names."""
 
     tensor_model_parallel_size: Size = Field(1, ge=1, description="ranks that share each layer")
     pipeline_model_parallel_size: Size = Field(1, ge=1, description="pipeline stages")
@@ -146,7 +146,7 @@ class MegatronConfig(Section):
 
 
 class PolicyLossConfig(Section):
-    """The form of the policy update."""
+    """Sets the form of the policy update."""
 
     loss_mode: NonEmpty = Field(
         "vanilla", description="a name of `megarl algorithms` (vanilla is PPO's loss), or path/to/file.py:function"
@@ -161,7 +161,7 @@ class PolicyLossConfig(Section):
 
 
 class BatchingConfig(Section):
-    """The size of micro-batches."""
+    """Sets the size of micro-batches."""
 
     ppo_micro_batch_size_per_gpu: Size = Field(8, ge=1, description="sequences per micro-batch without use_dynamic_bsz")
     use_dynamic_bsz: bool = Field(True, description="fill each micro-batch up to a number of tokens")
@@ -181,7 +181,7 @@ class BatchingConfig(Section):
 
 
 class ActorConfig(BatchingConfig):
-    """The policy update."""
+    """Sets how the policy is updated."""
 
     optim: OptimConfig = OptimConfig()
     ppo_mini_batch_size: Size = Field(64, ge=1, description="prompts per optimizer step (each with its n samples)")
@@ -222,7 +222,7 @@ class ActorConfig(BatchingConfig):
 
 
 class ValKwargsConfig(Section):
-    """Sampling for validation."""
+    """Sets how responses are sampled for validation."""
 
     n: Size = Field(1, ge=1, description="samples per prompt; accuracy is the mean over them")
     k: list[Annotated[Size, Field(ge=1)]] = Field(
@@ -235,7 +235,7 @@ class ValKwargsConfig(Section):
 
 
 class CarryOverConfig(Section):
-    """Unfinished responses of a full batch, which the next step continues with its weights."""
+    """Carries unfinished responses of a full batch over to the next step, which continues them with its weights."""
 
     enable: bool = Field(
         False, description="start more prompts than a step trains on, and carry the rest over to the next step"
@@ -252,7 +252,7 @@ class CarryOverConfig(Section):
 
 
 class RolloutConfig(Section):
-    """Generation: engine, layout and sampling."""
+    """Sets how responses are generated: engine, layout and sampling."""
 
     name: str = Field("native", description="generation engine: native, vllm, or path/to/file.py:class")
     n: Size = Field(8, ge=1, description="samples per prompt")
@@ -307,7 +307,7 @@ class RolloutConfig(Section):
 
 
 class RefMegatronConfig(Section):
-    """The memory of the reference model, which has the actor's layout."""
+    """Places the weights of the reference model, which has the actor's layout."""
 
     param_offload: bool = Field(
         False, description="keep the reference's weights in pinned host memory except while they are used"
@@ -315,13 +315,13 @@ class RefMegatronConfig(Section):
 
 
 class RefConfig(Section):
-    """The reference model: the frozen policy against which the KL is measured."""
+    """Describes the reference model: the frozen policy against which the KL is measured."""
 
     megatron: RefMegatronConfig = RefMegatronConfig()
 
 
 class ReshardConfig(Section):
-    """The reshard: the copy of the actor's weights into the generation layout."""
+    """Sets the reshard: the copy of the actor's weights into the generation layout."""
 
     transport: Literal["auto", "collective"] = Field(
         "auto",
@@ -335,7 +335,7 @@ class ReshardConfig(Section):
 
 
 class ActorRolloutRefConfig(Section):
-    """The policy, its generation engine and its reference."""
+    """Holds the sections of the policy, its generation engine and its reference."""
 
     model: ModelConfig = ModelConfig()
     actor: ActorConfig = ActorConfig()

@@ -1,4 +1,4 @@
-"""The section of profiles."""
+"""Defines the section of profiles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.config.fields import Section, Size, Whole
 
 
 class ProfilerConfig(Section):
-    """Profiles of chosen steps on chosen ranks, in RUN/profiles. A profiler that fails never stops a run."""
+    """Chooses the steps and ranks to profile, into RUN/profiles. A profiler that fails never stops a run."""
 
     tool: Literal["none", "torch", "nsight", "memory"] = Field(
         "none",

@@ -1,4 +1,4 @@
-"""The section of rewards."""
+"""Defines the section of rewards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BY_MODEL = "model"
 
 
 class OverlongBufferConfig(Section):
-    """The soft penalty for long responses (DAPO, arXiv 2503.14476, eq. 13)."""
+    """Sets the soft penalty for long responses (DAPO, arXiv 2503.14476, eq. 13)."""
 
     enable: bool = Field(False, description="subtract a penalty near the greatest length from the score")
     len: Whole = Field(0, ge=0, description="tokens before max_response_length over which the penalty grows")
@@ -21,7 +21,7 @@ class OverlongBufferConfig(Section):
 
 
 class RewardPartConfig(Section):
-    """A function with its weight in the score."""
+    """Names a function with its weight in the score."""
 
     name: NonEmpty = Field(description="a registered verifier, path/to/file.py:function, or model")
     weight: float = Field(1.0, ge=-1e6, le=1e6, description="the score is the sum of weight x part")
@@ -32,7 +32,7 @@ class RewardPartConfig(Section):
 
 
 class RewardConfig(Section):
-    """The scoring of responses."""
+    """Sets how responses are scored."""
 
     name: str = Field(
         "exact_match",
@@ -76,5 +76,5 @@ class RewardConfig(Section):
 
     @property
     def names(self) -> list[str]:
-        """The names of all reward functions: those of the parts, or `reward.name`."""
+        """Return the names of all reward functions: those of the parts, or `reward.name`."""
         return [part.name for part in self.parts.values()] or [self.name]

@@ -1,4 +1,4 @@
-"""The top-level configuration. Its sections are in the other modules of this package. Imports no torch.
+"""Defines the top-level configuration. Its sections are in the other modules of this package. Imports no torch.
 
 Key names follow verl for the RL part and Megatron-Core for parallelism. All sections are frozen and keyword-only;
 `megarl.config.load` refuses unknown keys.
@@ -23,7 +23,7 @@ from megarl.config.trainer import CheckpointConfig, TrainerConfig, WarmupConfig
 
 
 class Config(Section):
-    """The whole configuration of a run."""
+    """Holds the whole configuration of a run."""
 
     data: DataConfig = DataConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -58,15 +58,15 @@ class Config(Section):
 
     @property
     def critic_mini_batch_size(self) -> int:
-        """Prompts per optimizer step of the critic."""
+        """Count the prompts per optimizer step of the critic."""
         return self.critic.ppo_mini_batch_size or self.actor_rollout_ref.actor.ppo_mini_batch_size
 
     @property
     def groups_under_way(self) -> int:
-        """Prompts whose responses are generated at the same time, with `rollout.carry_over`."""
+        """Count the prompts whose responses are generated at the same time, with `rollout.carry_over`."""
         return self.actor_rollout_ref.rollout.carry_over.groups or 2 * self.data.train_batch_size
 
     @property
     def needs_reference(self) -> bool:
-        """Whether keys require a reference model. An algorithm may require one, too."""
+        """Tell whether keys require a reference model. An algorithm may require one, too."""
         return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss

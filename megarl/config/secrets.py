@@ -1,4 +1,4 @@
-"""Hiding of secrets in records, pages and messages: passwords, tokens and values of the environment.
+"""Hides secrets in records, pages and messages: passwords, tokens and values of the environment.
 
 A value that came from `${oc.env:NAME}` is written as in the file. Hidden are the user name and password of a URL, and
 the value of a key that names a secret (api_key, token, password ...).

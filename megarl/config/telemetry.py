@@ -1,4 +1,4 @@
-"""Sections for the values `prometheus`, `wandb` and `mlflow` of `trainer.logger`."""
+"""Defines the sections for the values `prometheus`, `wandb` and `mlflow` of `trainer.logger`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.config.fields import NonEmpty, Section, Size
 
 
 class PrometheusConfig(Section):
-    """Gauges named megarl_*, with the labels project, experiment, run and user."""
+    """Offers gauges named megarl_* to Prometheus, with the labels project, experiment, run and user."""
 
     mode: Literal["pull", "pushgateway", "textfile"] = Field(
         "pull",
@@ -31,7 +31,7 @@ class PrometheusConfig(Section):
 
 
 class WandbConfig(Section):
-    """Weights & Biases. Its environment variables (WANDB_API_KEY, WANDB_BASE_URL ...) are read, too."""
+    """Logs to Weights & Biases. Its environment variables (WANDB_API_KEY, WANDB_BASE_URL ...) are read, too."""
 
     mode: Literal["online", "offline"] | None = Field(
         None, description="offline keeps everything in RUN/wandb, for `wandb sync`; default WANDB_MODE, or online"
@@ -43,7 +43,7 @@ class WandbConfig(Section):
 
 
 class MlflowConfig(Section):
-    """MLflow. Its environment variables (MLFLOW_TRACKING_TOKEN ...) are read, too."""
+    """Logs to MLflow. Its environment variables (MLFLOW_TRACKING_TOKEN ...) are read, too."""
 
     tracking_uri: str = Field(
         "", description="URI of the server or store; default MLFLOW_TRACKING_URI, or MLflow's default"
@@ -58,7 +58,7 @@ class MlflowConfig(Section):
 
 
 class TelemetryConfig(Section):
-    """Servers that get metrics, and limits for a server that does not answer."""
+    """Sets the servers that get metrics, and limits for a server that does not answer."""
 
     queue: Size = Field(
         1000, ge=1, description="records that wait for a server which does not answer; further records are dropped"

@@ -1,4 +1,4 @@
-"""Sections of the run itself: warm-up, steps, records and checkpoints."""
+"""Defines the sections of the run itself: warm-up, steps, records and checkpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.config.policy import FastOptimConfig
 
 
 class WarmupConfig(Section):
-    """A supervised phase before the RL steps: cross-entropy on `data.answer_key`, then a fresh optimizer."""
+    """Sets a supervised phase before the RL steps: cross-entropy on `data.answer_key`, then a fresh optimizer."""
 
     train_files: list[str] = Field(default_factory=list, description="demonstrations; default data.train_files")
     total_training_steps: Whole = Field(0, ge=0, description="optimizer steps; 0 skips the phase")
@@ -20,7 +20,7 @@ class WarmupConfig(Section):
 
 
 class TrainerConfig(Section):
-    """The run itself: flow, length, validation, checkpoints, failures and records."""
+    """Sets the run itself: flow, length, validation, checkpoints, failures and records."""
 
     flow: NonEmpty = Field("ppo", description="the run's loop: a registered flow, or path/to/file.py:function")
     nnodes: Size = Field(1, ge=1, description="number of machines")
@@ -105,7 +105,7 @@ class TrainerConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Contents of checkpoints beyond the state for resuming, how they are written, and their verification."""
+    """Sets the contents of checkpoints beyond the state for resuming, and how they are written and verified."""
 
     async_save: bool = Field(
         True,
@@ -129,7 +129,7 @@ class CheckpointConfig(Section):
 
     @property
     def exports(self) -> bool:
-        """Whether checkpoints hold a Hugging Face folder."""
+        """Tell whether checkpoints hold a Hugging Face folder."""
         return "hf_model" in self.save_contents
 
     @field_validator("save_contents")

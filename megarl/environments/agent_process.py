@@ -63,7 +63,7 @@ class AgentResult:
 
 
 def check_agent(value: str) -> None:
-    """Raises ValueError, in one line, if a file does not define the function. The file is read and not executed: it may
+    """Raise ValueError, in one line, if a file does not define the function. The file is read and not executed: it may
     need modules that only the processes of agents have."""
     path, _, name = value.rpartition(":")
     if not path.endswith(".py") or not os.path.isfile(path):

@@ -15,11 +15,11 @@ LOOKS = {"__iter__", "__len__", "__bool__", "__getitem__", "__contains__", "__re
 
 
 class Contents:
-    """The contents of one object, until the program is asked for something that may change it.
+    """Keeps the contents of one object, until the program is asked for something that may change it.
 
-    An instance of a subclass of list, dict, set or bytearray is what it holds as data. Of others it is kept what each
-    look gave, and two looks that contradict each other raise TypeError. Iterators are asked each time, and have neither
-    length nor items.
+    Of an instance of a subclass of list, dict, set or bytearray, the data that it holds are kept. Of another object,
+    the result of each look is kept, and two looks that contradict each other raise TypeError. Iterators are asked each
+    time, and have neither length nor items.
     """
 
     def __init__(self, peer: Peer, far: Any) -> None:
@@ -34,7 +34,7 @@ class Contents:
 
     @property
     def plain(self) -> Any:
-        """The data that an instance of a subclass of plain data holds."""
+        """Return the data that an instance of a subclass of plain data holds."""
         if self._plain is None:
             self._plain = self._peer.ask("plain", self._far)
             if type(self._plain) is not CHANGEABLE[self._base]:
@@ -42,14 +42,14 @@ class Contents:
         return self._plain
 
     def attribute(self, name: str) -> Any:
-        """Return one of its attributes; raises what the object raised."""
+        """Return an attribute of the object; raises what the object raised."""
         key = ("get", name)
         if key not in self._answers or hasattr(type(self._far), "__next__"):  # an iterator goes on
             self._answers[key] = self._peer.ask("get", self._far, name)
         return self._answers[key]
 
     def look(self, name: str, *operands: Any) -> Any:
-        """Return what one of `LOOKS` gives; raises what the object raised."""
+        """Return the result of one of `LOOKS`, a special method; raises what the object raised."""
         if self._base:
             return self._look_at_plain(name, *operands)
         has = set(dir(type(self._far)))
@@ -101,7 +101,7 @@ class Contents:
             i += 1
 
     def _more(self) -> bool:
-        """Whether there is one more item, which then is among the others."""
+        """Fetch the next item into `_items`; returns whether there was one."""
         if self._ended:
             return False
         try:
@@ -137,7 +137,7 @@ class Contents:
         return value
 
     def _has_keys(self) -> bool:
-        """Whether it is one whose iterator gives keys."""
+        """Tell whether the object is a mapping, whose iterator gives keys."""
         if self._keys is None:
             try:
                 self._keys = bool(self._peer.ask("get", self._far, "keys"))

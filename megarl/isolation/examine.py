@@ -112,7 +112,7 @@ def _run_cases(values: list[Any]) -> None:
 
 
 def _run_as_pytest(value: Any) -> None:
-    """A function, or each method of a class whose name says that it is a test."""
+    """Run a test function, or each method of a class whose name says that it is a test."""
     if not isinstance(value, type):
         result = value()
         if hasattr(result, "__await__"):
@@ -126,7 +126,7 @@ def _run_as_pytest(value: Any) -> None:
 
 
 class Space(dict):  # `dict[str, Any]` would import typing
-    """The names of the tests; what they do not define leads to the program or to Python."""
+    """Holds the names of the tests; a name that they do not define leads to the program or to Python."""
 
     def __init__(self, examiner: Examiner, subjects: set[str]) -> None:
         super().__init__(__name__="__main__", __builtins__=builtins)
@@ -149,7 +149,7 @@ class Space(dict):  # `dict[str, Any]` would import typing
 
 
 class Examiner(Peer):
-    """The side of the tests."""
+    """Asks the program for the tests, on their side of the channel."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor)
@@ -160,7 +160,7 @@ class Examiner(Peer):
         self._contents: dict[int, Contents] = {}  # by number of the object
 
     def as_function(self, value: Any) -> Any:
-        """Return what a name without a capital stands for: a class too is called only."""
+        """Return the value of a name without a capital; even a class can only be called, like a function."""
         if type(value) is not FarType:
             return value
         if self._function is None:
@@ -197,7 +197,7 @@ class Examiner(Peer):
         return self._seen(far).attribute(name)
 
     def _is_doubtful(self, far: Any) -> bool:
-        """Whether the program computed it with a value of the test, and the test has not called its class."""
+        """Tell whether the program computed an object with a value of the test, which has not called its class."""
         kind: Any = type(far)
         return isinstance(kind, FarType) and far._far_computed and kind._far_number not in self._called
 
@@ -243,13 +243,13 @@ class Examiner(Peer):
         return answer
 
     def _leave(self, far: Any, kind: Any, error: Any, trace: Any) -> bool:
-        """The end of a `with`: what the test itself raised is not for the program to pass over."""
+        """End a `with` on an object of the program, which cannot swallow an exception that the test itself raised."""
         its_own = error is None or far_number(error) is not None
         swallowed = self.ask("special", "__exit__", far, *((kind, error, None) if its_own else (None, None, None)))
         return its_own and swallowed is True
 
     def _again(self, value: Any, *, made: bool = False, computed: bool = False) -> Any:
-        """Another proxy of the same object."""
+        """Make another stand-in for the same object."""
         return self.far(value._far_number, type(value), made=made, computed=computed)
 
     def far(self, number: int, kind: Any, base: str = "", *, made: bool = False, computed: bool = False) -> Any:
@@ -309,14 +309,14 @@ class Examiner(Peer):
         raise TypeError(f"{operation} of a value of the tests")
 
     def _lent_function(self, function: Any) -> Any:
-        """Nothing else is called here: `type` makes objects that are equal to all."""
+        """Return a function that was lent; any other raises TypeError: `type` makes objects that are equal to all."""
         if self._numbers.get(id(function)) not in self._lent:
             raise TypeError("a call of what was not given")
         return function
 
 
 def _is_tests(value: Any) -> bool:
-    """Whether it is an instance of a class of the tests, or such a class; functions are not."""
+    """Tell whether a value is a class of the tests, or an instance of one; functions are neither."""
     kind = value if isinstance(value, type) else type(value)
     return kind.__module__ == "__main__"
 
@@ -333,7 +333,7 @@ def _plain_type(far: Any) -> Any:
 
 
 def _of_library(value: Any) -> list[str] | None:
-    """Module and name of what the program's Python has too; None: not such."""
+    """Return module and name of a class or function that the program's Python has too; None: it has no such."""
     if not isinstance(value, (type, _FUNCTION, _BUILTIN, _METHOD)):
         return None
     if isinstance(value, _METHOD):

@@ -27,7 +27,7 @@ MARKS = ("_far_number", "_far_peer", "_far_made", "_far_computed")
 
 
 class FarType(type):
-    """A class of the other side. Its instances are `Far`."""
+    """Makes stand-ins for classes of the other side. The instances of such a stand-in are `Far`."""
 
     _far_number: int
     _far_peer: Any  # the `Peer`
@@ -67,7 +67,7 @@ class FarType(type):
 
 
 class Far:
-    """An object of the other side; its type has the special methods that the object's class has there."""
+    """Stands in for an object of the other side; its type has the special methods that the object's class has there."""
 
     __slots__ = MARKS
 
@@ -117,7 +117,7 @@ def far_number(value: Any) -> int | None:
 
 
 class _OfType:
-    """An attribute that a class has itself, and its instances otherwise."""
+    """Gives a class a value of its own for an attribute that its instances hold in a slot."""
 
     def __init__(self, value: Any, slot: Any) -> None:
         self._value, self._slot = value, slot

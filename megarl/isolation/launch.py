@@ -73,10 +73,10 @@ class Limits:
 
 
 class IsolatedProcess(AbstractContextManager["IsolatedProcess"]):
-    """A process of `start_isolated`; as a context manager it is closed at the end.
+    """Holds a process of `start_isolated`; as a context manager it closes the process at the end.
 
     Attributes:
-        pid: of the process that holds it: when that one ends, all of it ends.
+        pid: of the process that holds all others: when that one ends, all of them end.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], report: IO[bytes], resources: ExitStack) -> None:
@@ -84,21 +84,21 @@ class IsolatedProcess(AbstractContextManager["IsolatedProcess"]):
         self.pid = process.pid
 
     def poll(self) -> bool:
-        """Whether it has ended."""
+        """Tell whether the process has ended."""
         return self._process.poll() is not None
 
     def kill(self) -> None:
-        """End it with all its processes, and wait for that; also after it has ended by itself."""
+        """End the process with all that it started, and wait for that; also after it has ended by itself."""
         end(self._process)
 
     def close(self) -> None:
-        """Kill it, and give back what held it."""
+        """Kill the process, and release the resources that held it."""
         self.kill()
         self._report.close()
         self._resources.close()
 
     def how_it_ended(self) -> str:
-        """After its end: "memory" where it held too much, "exit N", "signal N", or "killed" by somebody outside."""
+        """Say how an ended process ended: "memory" (too much), "exit N", "signal N", or "killed" (from outside)."""
         word, _, rest = self._report.read().decode(errors="replace").strip().rpartition("\n")[2].partition(" ")
         if word == "done":
             code = os.waitstatus_to_exitcode(int(rest.split()[0]))

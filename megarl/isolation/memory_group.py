@@ -1,4 +1,4 @@
-"""A control group that limits the memory of a program with all its processes, where this process may make one."""
+"""Limits the memory of a program with all its processes by a control group, where this process may make one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _numbers = itertools.count()
 
 
 class MemoryGroup:
-    """A group without processes so far; `close` removes it, once they have ended."""
+    """Holds a control group, at first without processes; `close` removes the group, once its processes have ended."""
 
     def __init__(self, folder: str, limits: dict[str, str], events: str) -> None:
         """
@@ -36,11 +36,11 @@ class MemoryGroup:
 
     @property
     def processes(self) -> str:
-        """The file that takes the ids of processes."""
+        """Return the path of the file that takes the ids of processes."""
         return os.path.join(self._folder, "cgroup.procs")
 
     def killed(self) -> bool:
-        """Whether a process of the group was killed for want of memory."""
+        """Tell whether a process of the group was killed for want of memory."""
         with open(self._events) as f:
             return any(line.startswith("oom_kill ") and int(line.split()[1]) > 0 for line in f)
 
@@ -50,7 +50,7 @@ class MemoryGroup:
 
 
 def memory_group(limit: int) -> MemoryGroup | None:
-    """A group of at most `limit` bytes; None where none can be made."""
+    """Make a control group of at most `limit` bytes; None where none can be made."""
     name = f"megarl-{os.getpid()}-{next(_numbers)}"
     with suppress(OSError):
         for root, path, file in own_groups():
@@ -67,8 +67,8 @@ def memory_group(limit: int) -> MemoryGroup | None:
 
 
 def own_groups() -> Iterator[tuple[str, str, str]]:
-    """The control groups in which this process's memory counts, of either version: where such groups are, its path
-    there, and the name of the file with its limit."""
+    """Yield the control groups in which this process's memory counts, of either version: where such groups are, the
+    group's path there, and the name of the file with its limit."""
     with suppress(OSError), open("/proc/self/cgroup") as f:
         for line in f:
             _, controllers, path = line.rstrip("\n").split(":", 2)
@@ -79,7 +79,7 @@ def own_groups() -> Iterator[tuple[str, str, str]]:
 
 
 def _remove_old(parent: str) -> None:
-    """Groups of processes that were killed."""
+    """Remove the groups of processes that were killed."""
     for name in os.listdir(parent):
         words = name.split("-")
         if words[0] == "megarl" and len(words) == 3 and words[1].isdigit() and not os.path.exists(f"/proc/{words[1]}"):

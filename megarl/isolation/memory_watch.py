@@ -10,9 +10,10 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def held(pid: int, *, over: int) -> bool:
-    """Whether a process and its descendants hold more than `over` bytes together.
+    """Tell whether a process and its descendants hold more than `over` bytes together.
 
-    The sum of what each has resident counts shared pages often; where that is too much, their proportional parts count.
+    The sum of their resident memory counts a shared page once for each of them; where that is too much, the sum of
+    their proportional parts decides.
     """
     processes = _family(pid)
     return sum(map(_resident, processes)) > over and sum(map(_proportional, processes)) > over

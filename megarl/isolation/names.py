@@ -39,12 +39,12 @@ _ALIASES = {"np": "numpy", "pd": "pandas", "plt": "matplotlib.pyplot", "dt": "da
 
 
 def module_of(name: str) -> str | None:
-    """The module that a name in front of a dot stands for; None: no such."""
+    """Return the module that a name in front of a dot stands for; None: there is no such."""
     if name in _ALIASES:
         return _ALIASES[name]
     return name if name in sys.stdlib_module_names else None
 
 
 def is_pythons(name: str) -> bool:
-    """Whether tests mean Python's own by a name, if they name something else besides."""
+    """Tell whether Python itself has a name; tests that also name something else mean Python's by it."""
     return hasattr(builtins, name) or name in OBJECTS or module_of(name) is not None

@@ -1,4 +1,4 @@
-"""Values as data: what goes over the channel between tests and a program, rebuilt as exact types of Python.
+"""Writes values as data for the channel between tests and a program, and reads them as exact types of Python.
 
 Nothing of the sender's comes along, neither a class nor a method. What is no plain value is written by a function that
 the caller gives, as a mark that the receiver's function reads.
@@ -54,7 +54,7 @@ def json_writer() -> Callable[[Any], str]:
 
 
 class _ScannerSettings:
-    """The settings that `_json.make_scanner` asks for."""
+    """Holds the settings that `_json.make_scanner` asks for."""
 
     strict, object_hook, object_pairs_hook, parse_float, parse_int = True, None, None, float, int
     parse_constant = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": -float("inf")}.__getitem__
@@ -85,7 +85,8 @@ def json_reader() -> Callable[[str], Any]:
 
 
 class Writer:
-    """Writes values for JSON. Lists, dictionaries and others that can change are numbered: two of one are one again.
+    """Writes values for JSON. Lists, dictionaries and others that can change are numbered: one that occurs twice
+    is one object again.
 
     Attributes:
         objects: those that can change, by number.
@@ -174,7 +175,7 @@ class Writer:
         return None
 
     def _numpy(self, value: Any, kind: type) -> Any:
-        """An array as its contents, a scalar as Python's own."""
+        """Write an array as its contents, and a scalar as Python's own; None: no plain value."""
         if value.dtype.kind not in _NUMPY:
             return None
         if kind.__name__ == "ndarray":
@@ -198,7 +199,7 @@ class Writer:
 
 
 def _is_named_tuple(kind: Any) -> bool:
-    """Whether it is as `collections.namedtuple` makes it: with methods of its own it is a program's."""
+    """Tell whether a class is as `collections.namedtuple` makes it: one with methods of its own is a program's."""
     if not {"_fields", "_make"} <= vars(kind).keys():
         return False
     names = {name for name in vars(kind) if not name.startswith("_")}
@@ -241,7 +242,7 @@ class Reader:
         return self._other(mark, content, self)
 
     def replace(self, number: int, data: Any) -> None:
-        """Give one that can change, and that was numbered before, new contents."""
+        """Replace the contents of a numbered object, one that can change."""
         value = self.objects[_count(number)]
         mark = "l" if type(data) is list else next(iter(data))
         if type(value) is not type(_EMPTY[mark](data if mark == "l" else data[mark])):

@@ -29,7 +29,7 @@ class ChannelBroken(BaseException):
 
 
 class Peer:
-    """A side of a channel between two processes, with the objects that it gave and was given.
+    """Asks and answers on one side of a channel between two processes; holds the objects that it gave and was given.
 
     Attributes:
         broken: whether the other side has ended.

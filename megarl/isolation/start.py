@@ -59,7 +59,7 @@ run()
 
 
 class Arguments:
-    """The arguments of `main`.
+    """Holds the arguments of `main`.
 
     Attributes:
         isolated: in namespaces; else the limits alone.
@@ -201,14 +201,14 @@ def _own_uid() -> int | None:
 
 
 def _init(args: Arguments, uid: int | None, alive: int) -> None:
-    """Pid 1: builds what the program sees, starts it, and reports its end."""
+    """Build what the program sees, start the program, and report its end, as pid 1."""
     linux.die_with_parent()
     _prepare(args)
     _start_program(args, uid, alive)
 
 
 def _tests(args: Arguments, uid: int | None, alive: int) -> None:
-    """Pid 1: starts an init with the program in a pid namespace of its own, and asks the program what the tests ask."""
+    """Start an init with the program in a pid namespace of its own, and ask what the tests ask of it, as pid 1."""
     from megarl.isolation import examine
 
     linux.die_with_parent()

@@ -1,4 +1,4 @@
-"""Linux calls that Python has no name for, or only in newer versions."""
+"""Makes the Linux calls that Python has no name for, or only in newer versions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class CallFailed(OSError):
 
 
 def unshare(flags: int) -> None:
-    """New namespaces for this process; its first child is the init of a new pid namespace."""
+    """Move this process into new namespaces; its first child is the init of a new pid namespace."""
     _check(_libc.unshare(flags), "unshare")
 
 
@@ -49,12 +49,12 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 
 
 def bind(source: str, target: str) -> None:
-    """Have both show the same files from now on, with all that is mounted below the source."""
+    """Have both paths show the same files from now on, with all that is mounted below the source."""
     _check(_libc.mount(os.fsencode(source), os.fsencode(target), None, MS_BIND | MS_REC, None), f"bind {source}")
 
 
 def leave(root: str) -> None:
-    """`root`, a mount, becomes `/`; what was `/` cannot be reached any more."""
+    """Change `/` to `root`, a mount; what was `/` cannot be reached any more."""
     os.chdir(root)
     swap_root(".", ".")
     _check(_libc.umount2(b".", _MNT_DETACH), "umount of the old root")
@@ -62,7 +62,7 @@ def leave(root: str) -> None:
 
 
 def swap_root(new: str, old: str) -> None:
-    """`new`, a mount, becomes `/`, and what was `/` lies at `old`, a folder in it."""
+    """Change `/` to `new`, a mount; what was `/` then lies at `old`, a folder in it."""
     call = ctypes.c_long(_PIVOT_ROOT[os.uname().machine])
     _check(_libc.syscall(call, os.fsencode(new), os.fsencode(old)), "pivot_root")
 
@@ -83,7 +83,7 @@ def adopt_orphans() -> None:
 
 
 def forbid_inspection() -> None:
-    """No process of the same user may trace this one, or read its memory and its files."""
+    """Keep other processes of the same user from tracing this one, and from reading its memory and its files."""
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
@@ -100,7 +100,7 @@ def heed_signals() -> None:
 
 
 def drop_privileges(uid: int | None) -> None:
-    """No capability now, and none after any exec; as another user and group, unless that is None."""
+    """Drop all capabilities, now and after any exec, and become another user and group, unless `uid` is None."""
     for capability in range(64):
         if _libc.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0):
             break  # past the last that the kernel knows, or there are none to drop

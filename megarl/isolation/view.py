@@ -131,9 +131,9 @@ def _show(path: str) -> None:
 
 
 def _mount_proc() -> None:
-    """The processes of this pid namespace and nothing of the kernel; an empty folder where the kernel refuses that.
+    """Mount the processes of this pid namespace and nothing of the kernel, or leave the folder empty.
 
-    It refuses it in containers that hide a part of their own /proc.
+    The kernel refuses the mount in containers that hide a part of their own /proc.
     """
     flags = linux.MS_RDONLY | linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
     for options in ("subset=pid", ""):  # the former from Linux 5.8 on

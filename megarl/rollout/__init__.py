@@ -1,1 +1,1 @@
-"""Generation: the engine protocol and the engines."""
+"""Generates responses: the engine protocol and the engines."""

@@ -1,4 +1,4 @@
-"""The interface of a generation engine: token ids in, token ids and log-probabilities out."""
+"""Defines the interface of a generation engine: token ids in, token ids and log-probabilities out."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ writes to them nor releases them.
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """The arguments that an engine is built from.
+    """Holds the arguments that an engine is built from.
 
     Attributes:
         groups: this rank's replica.
@@ -48,17 +48,17 @@ class EngineSettings:
 
 
 def share_nothing(shapes: Mapping[str, Sequence[int]]) -> Mapping[str, Tensor]:
-    """An `Share`: all weights are the engine's own."""
+    """Share no tensors: a `Share` with which all weights are the engine's own."""
     del shapes
     return {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A response to be sampled, or to be gone on with.
+    """Describes a response to sample, or to continue.
 
     Attributes:
-        key: tells the requests apart that an engine holds at a time.
+        key: tells apart the requests that an engine holds at a time.
         prompt: token ids.
         seed: int64. The same seed, prompt, response so far and weights give the same tokens.
         response: so far. Seed and place in the whole response make a token's random number, so that a response that
@@ -78,7 +78,7 @@ class Request:
 
 
 class Engine(Protocol):
-    """The part that one rank has of a generation replica: a tensor-parallel group that holds one whole model.
+    """Runs the part that one rank has of a generation replica: a tensor-parallel group that holds one whole model.
 
     All ranks of a replica make the same calls with the same arguments, in the same order: an engine decides what runs
     from its requests and the tokens drawn so far alone, so that the ranks stay in step without talking. Where a call
@@ -97,7 +97,7 @@ class Engine(Protocol):
     """
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Requests to serve, in this order, after those that are there.
+        """Add requests to serve, in this order, after those that are there.
 
         Raises:
             ValueError: a request that the engine cannot serve, with the reason in one line; it takes none of them.
@@ -110,7 +110,7 @@ class Engine(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether requests are not finished."""
+        """Tell whether requests are not finished."""
         ...
 
     def under_way(self) -> Mapping[int, Sequence[int]]:
@@ -119,17 +119,17 @@ class Engine(Protocol):
         return {}
 
     def interrupt(self) -> Mapping[int, Completion]:
-        """Take all requests back that are not finished: by key, what there is of their responses."""
+        """Take back all requests that are not finished; returns what there is of their responses, by key."""
         ...
 
     def forget(self, keys: Iterable[int]) -> None:
-        """Let go of what is kept of these requests (`Request.keep`)."""
+        """Release the parts of the KV cache that are kept of these requests (`Request.keep`)."""
         ...
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
     ) -> list[Completion]:
-        """Completes some prompts; every rank of the replica returns the same.
+        """Complete some prompts; every rank of the replica returns the same.
 
         Args:
             prompts: token ids, one sequence per request; repeat a prompt to sample it several times.
@@ -147,7 +147,7 @@ class Engine(Protocol):
         return [completions[i] for i in range(len(prompts))]
 
     def parameters(self) -> dict[str, Tensor]:
-        """The weights of this rank by name, as in `megarl.models.placements.engine_placements`.
+        """Return the weights of this rank by name, as in `megarl.models.placements.engine_placements`.
 
         Resharding writes into those that are the engine's own, in place, each step; the tensor objects stay the same
         for the engine's life.

@@ -1,4 +1,4 @@
-"""The engines that `rollout.name` can name, as the rest of the program knows them before one is built. Torch-free."""
+"""Describes the engines of `rollout.name`, as the rest of the program knows them before one is built. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineKind:
-    """The facts of an engine that checks, prediction and layouts read. The defaults are those of the native engine.
+    """Holds facts of an engine for checks, prediction and layouts. The defaults are those of the native engine.
 
     A class of the user's may have another in its attribute `kind`.
 
@@ -43,14 +43,14 @@ class EngineKind:
     records_routing: bool = False
 
     def check(self, rollout: RolloutConfig, arch: Architecture, *, trains: bool) -> None:
-        """Raises ValueError, with what to change, for keys or a model that the engine cannot serve anywhere.
+        """Raise ValueError, with what to change, for keys or a model that the engine cannot serve anywhere.
 
         Args:
             trains: whether responses are sampled to train on; else only those of a validation.
         """
 
     def check_here(self, rollout: RolloutConfig, arch: Architecture, path: str, *, on_gpu: bool) -> None:
-        """The same for what depends on this machine and on the model's folder.
+        """Raise ValueError, with what to change, for what depends on this machine and on the model's folder.
 
         Args:
             path: the model's Hugging Face folder.
@@ -59,7 +59,7 @@ class EngineKind:
     def activation_bytes(
         self, rollout: RolloutConfig, arch: Architecture, *, tp: int, itemsize: int, max_model_len: int
     ) -> int:
-        """Bytes that a rank's forward passes and sampler hold beside weights and KV cache, at most."""
+        """Bound the bytes that a rank's forward passes and sampler hold beside weights and KV cache."""
         return native_activation_bytes(
             arch,
             tp=tp,
@@ -71,7 +71,7 @@ class EngineKind:
         )
 
     def vocab_rows(self, arch: Architecture, tp: int) -> int:
-        """Rows of the embedding on each rank of a replica."""
+        """Count the rows of the embedding on each rank of a replica."""
         multiple = self.vocab_multiple or tp
         return -(-arch.vocab_size // multiple) * multiple // tp
 
@@ -95,7 +95,7 @@ class EngineKind:
         )
 
     def load(self) -> Callable[..., Engine]:
-        """The class, which may import what only ranks have."""
+        """Import the engine's class, which may need modules that only ranks have."""
         if not isinstance(self.engine, str):
             return self.engine
         module, _, name = self.engine.partition(":")
@@ -114,7 +114,7 @@ ENGINES: Registry[Any] = Registry(
 
 
 def engine_kind(name: str) -> EngineKind:
-    """The kind of engine that a configuration names.
+    """Return the kind of engine that a configuration names.
 
     Raises:
         ValueError: there is none of that name.

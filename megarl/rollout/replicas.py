@@ -1,4 +1,4 @@
-"""Generation over all replicas: who generates which responses, with which seeds, and everybody gets everything."""
+"""Generates over all replicas: decides who generates which responses, with which seeds, and tells everybody."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OnFinished = Callable[[int, Rollout], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Quota:
-    """The number of finished groups at which generation stops: each replica has its share of finished groups.
+    """Says at how many finished groups generation stops; each replica has its share of them.
 
     Replicas do not talk about it, and a share is a number of groups, not a time: a run repeats itself bit for bit.
 
@@ -32,14 +32,14 @@ class Quota:
     required: frozenset[int] = frozenset()
 
     def share(self, replica: int, replicas: int) -> int:
-        """Finished groups that a replica makes, of 10 over 4: 3, 3, 2, 2."""
+        """Count the finished groups that a replica makes: 3, 3, 2 and 2 of 10 over 4 replicas."""
         return self.groups // replicas + (replica < self.groups % replicas)
 
 
 def begin_rollouts(
     prompts: Sequence[Prompt], n: int, *, seed: int, round_: int, draw: int = 0, first_group: int = 0
 ) -> list[Rollout]:
-    """`n` responses to each prompt, none of them begun. A prompt that is there twice is answered twice.
+    """Make `n` responses to each prompt, none of them begun. A prompt that is there twice is answered twice.
 
     Args:
         seed, round_, draw: with the prompt's index and the sample's number they make each response's seed.
@@ -72,7 +72,7 @@ def generate_rollouts(
     quota: Quota | None = None,
     everywhere: bool = True,
 ) -> list[Rollout]:
-    """The same responses, finished; on every rank, and for every generation layout.
+    """Finish responses, and return them in the same order on every rank, for every generation layout.
 
     A replica takes every `replicas`-th group with all its samples, so that they share the prompt's prefill.
 
@@ -165,7 +165,7 @@ class _Share:
 def _generate(
     engine: Engine, mine: Mapping[int, Rollout], params: SamplingParams, share: _Share | None
 ) -> Iterator[tuple[int, Completion]]:
-    """Place and completion of each response as it is finished, then of those that are left under way."""
+    """Yield place and completion of each response as it is finished, then of those that are left under way."""
     engine.submit(
         [
             Request(key=i, prompt=rollout.prompt.token_ids, params=params, seed=rollout.seed, response=rollout.tokens)
@@ -188,7 +188,7 @@ def _continued(rollout: Rollout, completion: Completion) -> Rollout:
 
 
 def sample_seed(seed: int, round_: int, prompt: int, sample: int, draw: int = 0) -> int:
-    """A 63-bit seed that depends on nothing but its arguments."""
+    """Compute a 63-bit seed that depends on nothing but its arguments."""
     which = f"{seed}/{round_}/{prompt}/{sample}" + (f"/{draw}" if draw else "")
     digest = hashlib.blake2b(which.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -1,4 +1,4 @@
-"""Requests that no engine can serve."""
+"""Refuses requests that no engine can serve."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megarl.rollout.engine import Request
 
 
 def check_requests(requests: Sequence[Request], *, max_model_len: int, vocab_size: int) -> None:
-    """Raises ValueError for the first request that cannot be served, with what to change."""
+    """Raise ValueError for the first request that cannot be served, with what to change."""
     for i, request in enumerate(requests):
         prompt, response, most = request.prompt, request.response, request.params.max_tokens
         if not prompt:

@@ -27,7 +27,7 @@ class Speed:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """A call of the engine."""
+        """Measure a call of the engine."""
         self._began = time.perf_counter()
         try:
             yield
@@ -35,11 +35,11 @@ class Speed:
             self.seconds += time.perf_counter() - self._began
 
     def finished(self) -> None:
-        """A response is, within `measured`."""
+        """Note that a response is finished, within `measured`."""
         self.latencies.append(time.perf_counter() - self._began)
 
     def count(self, before: Sequence[Rollout], after: Sequence[Rollout]) -> None:
-        """The tokens that were drawn."""
+        """Count the tokens that were drawn between two states of the same rollouts."""
         self.tokens += sum(map(_drawn, after)) - sum(map(_drawn, before))
 
     def collect(self) -> Speed:

@@ -1,4 +1,4 @@
-"""Stop strings, on token ids: the same rule for every engine and tokenizer."""
+"""Finds stop strings in token ids: the same rule for every engine and tokenizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SentencePiece drops a leading space."""
 
 
 class StopStrings:
-    """Whether a response is complete because its text holds one of some strings.
+    """Tells whether a response is complete because its text holds one of some strings.
 
     The response keeps the token that completes the string, whatever comes after it in that token's text.
 
@@ -28,7 +28,7 @@ class StopStrings:
         self._window = max((len(s.encode()) for s in strings), default=0) + MARGIN
 
     def found(self, token_ids: Sequence[int], since: int = 0) -> str | None:
-        """The string that the newest token completes, if it does. To be asked after every token of a response.
+        """Return the string that the newest token completes, or None. Call it after every token of a response.
 
         Args:
             since: place of the first token that counts: what was said before is not looked at.

@@ -1,4 +1,4 @@
-"""Processes that work for another one: started, asked and ended from outside. Torch-free.
+"""Starts, asks and ends processes that work for another one. Torch-free.
 
 `Interpreter` is a fresh interpreter that calls one function with a connection to this process; `ThreadedInterpreter` is
 one whose messages two threads carry. `Child` is one in a sandbox, that loads what takes long once and answers each

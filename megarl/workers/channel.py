@@ -1,4 +1,4 @@
-"""Framed messages between two processes, over one connection. Torch-free.
+"""Carries framed messages between two processes, over one connection. Torch-free.
 
 A message is its number of bytes (8, big-endian) and these bytes. `read_message` and `write_message` wait for the other
 side; a `Channel` waits only where it is told to, and up to a deadline.
@@ -44,7 +44,7 @@ def _read(descriptor: int, length: int) -> bytes | None:
 
 
 class Channel:
-    """An end of a connection, for a process that must not wait for the other side."""
+    """Sends and receives messages at one end of a connection, for a process that must not wait for the other side."""
 
     def __init__(self, connection: socket.socket, longest: int | None = None) -> None:
         """
@@ -117,7 +117,7 @@ class Channel:
 
     @property
     def is_between_messages(self) -> bool:
-        """Whether no part of a message waits for its rest."""
+        """Tell whether no part of a message waits for its rest."""
         return not self._in
 
     def wait(self, deadline: float = math.inf) -> None:

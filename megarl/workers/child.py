@@ -1,4 +1,4 @@
-"""A fresh interpreter that runs code of others on what nobody trusts, and what it answers."""
+"""Runs code of others in a fresh interpreter, on what nobody trusts, and reads its answers."""
 
 from __future__ import annotations
 
@@ -77,11 +77,11 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """The pid of the process that holds all others; None: it was never started, or is closed."""
+        """Return the pid of the process that holds all others; None: it was never started, or is closed."""
         return self._process.pid if self._process is not None else None
 
     def ask(self, request: Any, *, timeout: float) -> Any:
-        """The function's answer; None: none in time, or the process ended, or has answered what is no JSON.
+        """Return the function's answer; None: it is late or no JSON, or the process ended.
 
         Args:
             request: JSON.
@@ -162,7 +162,7 @@ class Child:
             raise WorkerError(str(e)) from e
 
     def _fork(self) -> None:
-        """Have a process that has answered nothing; the one before, if there is one, is killed."""
+        """Fork a process that has answered nothing; the one before, if there is one, is killed."""
         self._hang_up()
         assert self._control is not None
         connection, other_end = socket.socketpair()
@@ -218,7 +218,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def _program(roots: Sequence[str], target: str) -> str:
-    """The interpreter's program. It leaves out the faces of packages, which import what the function does not need."""
+    """Write the interpreter's program, without the faces of packages, which import what the function does not need."""
     parts = target.partition(":")[0].split(".")[:-1]
     faces = {".".join(parts[: i + 1]): os.path.join(_PACKAGE, *parts[1 : i + 1]) for i in range(len(parts))}
     faces |= {"megarl": _PACKAGE, "megarl.workers": os.path.join(_PACKAGE, "workers")}

@@ -1,4 +1,4 @@
-"""Workers that one process forks, feeds and ends, and the loop that it does so in. Torch-free.
+"""Forks, feeds and ends workers, in a loop of one process. Torch-free.
 
 The process runs no user's code, so that it always answers, and has one thread, so that a fork is safe and cheap. What a
 worker leaves behind becomes this process's child, and ends with the worker.
@@ -32,7 +32,7 @@ _LONGEST_ANSWER = 1 << 20  # bytes
 
 @dataclass(eq=False, kw_only=True)
 class ForkedWorker:
-    """A forked process, as the one that forked it has it.
+    """Holds a forked process, on the side of the process that forked it.
 
     Attributes:
         dump: descriptor of the file that the process writes its frames to.
@@ -53,7 +53,7 @@ W = TypeVar("W", bound=ForkedWorker)
 
 
 class ForkedWorkers(ABC, Generic[W]):
-    """A loop over the messages of one owner and of forked workers, the ends of these, and events at certain times.
+    """Loops over the messages of one owner and of forked workers, the workers' ends, and events at certain times.
 
     Attributes:
         workers: those that have not ended, by pid.

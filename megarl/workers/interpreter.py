@@ -1,4 +1,4 @@
-"""A fresh interpreter that works for this process, and ends with it. Torch-free.
+"""Starts a fresh interpreter that works for this process, and ends with it. Torch-free.
 
 It inherits no GPU, no process group and no thread, as a fork would, and imports from where this process does, but
 nothing from the working directory, where files of a stranger's may lie that have the names of packages.

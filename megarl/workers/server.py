@@ -1,4 +1,4 @@
-"""The process of a `Child`: it loads what its answers need, and forks a process for each connection that arrives.
+"""Runs the process of a `Child`: loads what its answers need, and forks a process for each connection that arrives.
 
 server             loads the code, never reads a request
   forked process   answers the requests of one connection, until that is closed; has few system calls

@@ -1,4 +1,4 @@
-"""An `Interpreter` whose messages two threads carry, so that nobody waits for a process that hangs. Torch-free."""
+"""Carries an `Interpreter`'s messages in two threads, so that nobody waits for a process that hangs. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""vLLM as a generation engine in the trainer's own processes."""
+"""Runs vLLM as a generation engine in the trainer's own processes."""

@@ -27,7 +27,7 @@ LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0
 
 
 def check_vllm(arch: Architecture, *, path: str, tp: int, on_gpu: bool) -> None:
-    """Raises ValueError with what to change if vLLM cannot generate with this model on these ranks."""
+    """Raise ValueError with what to change if vLLM cannot generate with this model on these ranks."""
     _check_installed(*(GPU if on_gpu else CPU), ranks="GPU" if on_gpu else "CPU")
     with open(os.path.join(path, "config.json"), encoding="utf-8") as f:
         if "model_type" not in json.load(f):
@@ -47,7 +47,7 @@ def check_vllm(arch: Architecture, *, path: str, tp: int, on_gpu: bool) -> None:
 
 
 def check_vllm_weights(arch: Architecture) -> None:
-    """Raises ValueError for a model of whose weights vLLM keeps copies, or has them in another type or order."""
+    """Raise ValueError for a model whose weights vLLM copies, or holds in another type or order."""
     if not all(layer.attention.in_vllm for layer in arch.kinds):
         raise ValueError(
             f"vLLM has other weights than the files of {arch.family}'s attention, which the reshard does not write; "
@@ -63,7 +63,7 @@ def check_vllm_weights(arch: Architecture) -> None:
 
 
 def check_vllm_tp(arch: Architecture, tp: int) -> None:
-    """The part of `check_vllm` that does not depend on what is installed."""
+    """Raise ValueError if vLLM cannot split the vocabulary over `tp` ranks, whatever is installed."""
     padded = -(-arch.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     if padded % tp:
         raise ValueError(
@@ -73,7 +73,7 @@ def check_vllm_tp(arch: Architecture, tp: int) -> None:
 
 
 def check_vllm_temperature(temperature: float, key: str) -> None:
-    """Raises ValueError for one that vLLM refuses, or replaces: its log-probabilities would be those of another."""
+    """Raise ValueError for a temperature that vLLM refuses, or replaces: its log-probabilities are another's."""
     if temperature and not LOWEST_TEMPERATURE <= temperature <= HIGHEST_TEMPERATURE:
         raise ValueError(
             f"{key} = {temperature:g}, and vLLM draws at {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}, or "

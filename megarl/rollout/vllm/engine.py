@@ -1,4 +1,4 @@
-"""vLLM behind the engine protocol: one `vllm.LLM` per rank, the ranks of a replica working in step."""
+"""Puts vLLM behind the engine protocol: one `vllm.LLM` per rank, the ranks of a replica working in step."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def _limits(
 
 
 def _sampling(request: Request) -> Any:
-    """vLLM's parameters of one request. With a seed of its own a request is drawn alike on every rank of a replica."""
+    """Return vLLM's parameters of one request, with a seed of its own: every rank of a replica draws it alike."""
     import vllm
 
     params, begun = request.params, len(request.response)
@@ -212,5 +212,5 @@ def _sampling(request: Request) -> Any:
 
 
 def _seed_at(seed: int, place: int) -> int:
-    """A seed for the rest of a response: vLLM's generators cannot be wound forward."""
+    """Compute a seed for the rest of a response: vLLM's generators cannot be wound forward."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{place}".encode(), digest_size=8).digest(), "big") >> 1

@@ -1,4 +1,4 @@
-"""Every touch of vLLM's internals, in one place, for the versions that `megarl.rollout.vllm.checks` admits.
+"""Keeps all uses of vLLM's internals in one place, for the versions that `megarl.rollout.vllm.checks` admits.
 
 vLLM starts its workers itself unless `distributed_executor_backend="external_launcher"`, where each rank makes an
 engine and the engines of a tensor-parallel group work in step. It then builds its groups in the world that is already
@@ -50,7 +50,7 @@ def prepare(world: World) -> None:
 
 
 def _place_ranks(world: World) -> None:
-    """vLLM would read ranks from RANK and LOCAL_RANK, and name its shared memory alike in every job on a machine."""
+    """Give vLLM this world's ranks, not RANK and LOCAL_RANK, and a name for shared memory that no other job has."""
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     job = world.all_gather(os.getpid())[0]
@@ -64,7 +64,7 @@ def _place_ranks(world: World) -> None:
 
 
 def _keep_log_probs_plain() -> None:
-    """A request's `logprobs` becomes a list of the sampled tokens' log-probabilities.
+    """Make a request's `logprobs` a list of the sampled tokens' log-probabilities.
 
     vLLM would fetch tokens, log-probabilities and ranks as three arrays, cut lists out of them for every token and put
     them together again with texts: a millisecond per step at 256 sequences, more than a third of a small model's step.
@@ -92,7 +92,7 @@ def _keep_log_probs_plain() -> None:
 
 
 def _leave_out_ranks() -> None:
-    """vLLM's newer runner would also find the sampled token's rank among all: a kernel over all logits in each step."""
+    """Keep vLLM's newer runner from finding the sampled token's rank: a kernel over all logits in each step."""
     from vllm.v1.outputs import LogprobsTensors
     from vllm.v1.worker.gpu.sample import sampler
     from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs, compute_topk_logprobs
@@ -107,14 +107,14 @@ def _leave_out_ranks() -> None:
 
 
 def _spare_the_world() -> None:
-    """An engine that shuts down destroys all process groups of the process, not only vLLM's."""
+    """Keep an engine that shuts down from destroying all process groups of the process, not only vLLM's."""
     from vllm.v1.engine import core
 
     core.cleanup_dist_env_and_memory = leave
 
 
 def _keep_cpu_weights() -> None:
-    """On CPUs vLLM repacks linear weights and leaves empty parameters, into which nothing can be resharded."""
+    """Keep vLLM from repacking linear weights on CPUs, which leaves empty parameters, of no use to a reshard."""
     import vllm.model_executor.layers.utils as utils
 
     def plain_linear(layer: Any, remove_weight: bool) -> None:
@@ -130,10 +130,10 @@ def parameters_of(llm: Any) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def sharing(share: Share, device: torch.device) -> Iterator[None]:
-    """An `LLM` that is built meanwhile with load_format="dummy" has meaningless weights, but for what `share` gives.
+    """Give an `LLM` that is built meanwhile with load_format="dummy" the weights of `share`, and meaningless others.
 
     It must have them from the start: it captures its CUDA graphs as it is built, and they keep the addresses. The name
-    stays, because vLLM looks into the model's files for any it does not know.
+    "dummy" stays, because vLLM looks into the model's files for any it does not know.
     """
     from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER as loaders
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
@@ -168,10 +168,10 @@ def sharing(share: Share, device: torch.device) -> Iterator[None]:
 
 
 def kv_cache_at_most(nbytes: int) -> AbstractContextManager[None]:
-    """An `LLM` that is built meanwhile on a GPU takes no more than this of what it finds that it could.
+    """Limit the KV cache of an `LLM` that is built meanwhile on a GPU to `nbytes`, or less where it finds less.
 
-    vLLM would take all, to keep what it has computed for requests to come. Here no request outlives the weights, and to
-    give back and take again tens of GiB in every step costs time.
+    vLLM would take all memory, to keep what it has computed for requests to come. Here no request outlives the weights,
+    and to give back and take again tens of GiB in every step costs time.
     """
     from vllm.v1.worker.gpu_worker import Worker
 
@@ -181,9 +181,9 @@ def kv_cache_at_most(nbytes: int) -> AbstractContextManager[None]:
 
 @contextmanager
 def _matrices_begin_on_the_host() -> Iterator[None]:
-    """Parameters that another tensor will replace must not take the GPU's memory first, not even for a moment.
+    """Make on the host those parameters that another tensor will replace: they must never take the GPU's memory.
 
-    On the host nothing is written to them, so they take no memory there either.
+    Nothing is written to them there, so they take no memory there either.
     """
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -204,7 +204,7 @@ def _matrices_begin_on_the_host() -> Iterator[None]:
 
 @contextmanager
 def decoding(llm: Any) -> Iterator[None]:
-    """Generation without what vLLM does for every token and is of no use here: the CPU it takes paces small models."""
+    """Leave out what vLLM does for every token and is of no use here: the CPU that it takes paces small models."""
     with _blocks_as_they_fill(llm), _collecting(llm):
         yield
 
@@ -238,7 +238,7 @@ def add_request(
 
 
 def interrupt(llm: Any) -> dict[str, tuple[list[int], list[float]]]:
-    """End all requests; by their ids, tokens and log-probabilities that were drawn for them."""
+    """End all requests; returns tokens and log-probabilities that were drawn for them, by the requests' ids."""
     engine, core = llm.llm_engine, llm.llm_engine.engine_core.engine_core
     states = list(engine.output_processor.request_states.values())
     engine.abort_request([state.external_req_id for state in states])
@@ -248,7 +248,7 @@ def interrupt(llm: Any) -> dict[str, tuple[list[int], list[float]]]:
 
 
 def _blocks_as_they_fill(llm: Any) -> AbstractContextManager[None]:
-    """A token that neither begins nor fills a block of the KV cache changes nothing there, so nobody needs to look."""
+    """Look for blocks of the KV cache only at a token that begins or fills one: any other changes nothing there."""
     manager = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
     allocate = manager.allocate_slots
     (layers,) = manager.coordinator.single_type_managers  # one kind of block: see VLLMEngine
@@ -264,7 +264,7 @@ def _blocks_as_they_fill(llm: Any) -> AbstractContextManager[None]:
 
 
 def _collecting(llm: Any) -> AbstractContextManager[None]:
-    """Tokens and log-probabilities are only collected until a request ends, without statistics, texts and outputs."""
+    """Collect only tokens and log-probabilities until a request ends, without statistics, texts and outputs."""
     processor = llm.llm_engine.output_processor
     process = processor.process_outputs
 
@@ -306,7 +306,7 @@ def _stop_check(stop_at: Callable[[Sequence[int]], str | None], begun: Sequence[
 
 @contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """The attribute has another value meanwhile; what `owner` inherits, or has from its class, it has so again."""
+    """Replace an attribute meanwhile; what `owner` inherits, or has from its class, it inherits again afterwards."""
     previous = vars(owner).get(name)
     setattr(owner, name, value)
     try:
@@ -336,7 +336,7 @@ def leave() -> None:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Keeps this process's random number generators and thread settings, which vLLM seeds, draws from and replaces."""
+    """Keep this process's random number generators and thread settings, which vLLM seeds, draws from and replaces."""
     on_gpu, set_num_threads = torch.cuda.is_available(), torch.set_num_threads
     python, numpy, default_dtype = random.getstate(), np.random.get_state(), torch.get_default_dtype()
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_gpu else []):

@@ -1,4 +1,4 @@
-"""The kind of vLLM's engine. Imports neither vLLM nor torch."""
+"""Describes vLLM's engine. Imports neither vLLM nor torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class VLLMKind(EngineKind):
-    """vLLM: its external launcher makes replicas of neighbouring ranks, whatever a layout says."""
+    """Describes vLLM, whose external launcher makes replicas of neighbouring ranks, whatever a layout says."""
 
     engine: str = "megarl.rollout.vllm.engine:VLLMEngine"
     repeats: bool = False
