@@ -1,4 +1,4 @@
-"""MegaRL: reinforcement-learning post-training of language models inside one Megatron program.
+"""Post-trains language models by reinforcement learning inside one Megatron program.
 
     import megarl
 

@@ -1,4 +1,4 @@
-"""Training from Python: in a script under torchrun or `megarl train`, or, with one rank, in a notebook."""
+"""Trains from Python: in a script under torchrun or `megarl train`, or, with one rank, in a notebook."""
 
 from __future__ import annotations
 

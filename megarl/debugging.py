@@ -28,12 +28,12 @@ def enable_debugging() -> None:
 
 
 def debugging() -> bool:
-    """Whether this process was started with `--debug`, or by one that was."""
+    """Tell whether this process was started with `--debug`, or by one that was."""
     return os.environ.get(VARIABLE, "") not in ("", "0")
 
 
 def follow_environment() -> None:
-    """Tracebacks of crashes and the libraries' logs, if debugging is on; a rank calls it first."""
+    """Show tracebacks of crashes and the libraries' logs, if debugging is on; a rank calls it first."""
     if not debugging():
         return
     with suppress(ValueError, OSError):  # stderr is no file: a test's, a notebook's

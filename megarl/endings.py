@@ -15,7 +15,7 @@ _ASKED = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP
 
 
 class ExitCode(IntEnum):
-    """The exit codes of a rank, and so of a run; a process that signal s ended has 128 + s."""
+    """Lists the exit codes of a rank, and so of a run; a process that signal s ended has 128 + s."""
 
     FINISHED = 0
     FAILED = 1  # an error of no kind below: a flow's or loss's of the user's own, a disk's, or a fault of the program
@@ -63,13 +63,13 @@ class Ending:
 
     @property
     def killed_by(self) -> int | None:
-        """The signal that killed the rank, unless it is one that asks a run to stop."""
+        """Return the signal that killed the rank, unless it is one that asks a run to stop."""
         number = self.code - 128
         return number if number > 0 and number not in _ASKED else None
 
     @property
     def kind(self) -> str:
-        """The exit code's name, "KILLED", or the name of the signal that asked the run to stop."""
+        """Return the exit code's name, "KILLED", or the name of the signal that asked the run to stop."""
         if self.code > 128:
             return "KILLED" if self.killed_by else signal.Signals(self.code - 128).name
         return ExitCode(self.code).name if self.code in set(ExitCode) else f"CODE_{self.code}"

@@ -1,4 +1,4 @@
-"""The flows that `trainer.flow` can name, as the rest of the program knows them before one runs. Torch-free."""
+"""Lists the flows that `trainer.flow` can name, as the rest of the program knows them before one runs. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class FlowKind:
-    """The facts of a flow that checks, prediction and resuming read. The defaults are those of a flow that declares
-    none.
+    """Holds the facts of a flow that checks, prediction and resuming read. The defaults are those of a flow that
+    declares none.
 
     Attributes:
         reads: what a row of the data is; None: what `data.format` says, or prompts.
@@ -44,7 +44,7 @@ class FlowKind:
 
 
 def flow(**facts: Any) -> Callable[[T], T]:
-    """Decorator of a flow of your own: declares facts of its `FlowKind`, by its attributes' names."""
+    """Return a decorator that declares facts of the `FlowKind` of a user's flow, by the names of its attributes."""
 
     def declare(function: T) -> T:
         function.kind = FlowKind(**facts)  # type: ignore[attr-defined]

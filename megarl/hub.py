@@ -1,4 +1,4 @@
-"""Names of models on the Hugging Face Hub, and their folders in this machine's cache. Makes no request; torch-free.
+"""Reads names of models on the Hugging Face Hub, finds their folders in the local cache. Makes no request; torch-free.
 
 Qwen/Qwen2.5-0.5B            the Hub's default branch
 Qwen/Qwen2.5-0.5B@v1         a branch, a tag or a commit

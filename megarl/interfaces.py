@@ -19,8 +19,8 @@ NAME_SECONDS = 10.0
 
 
 def interface_towards(address: str) -> str | None:
-    """The network interface over which this host reaches an address; None if that is unknown, or loopback towards a
-    host that is named otherwise: a host may give its local name an address of loopback."""
+    """Return the network interface over which this host reaches an address; None if it is unknown, or loopback where
+    the address is not: a host may give its local name an address of loopback."""
     try:
         family, kind, _, _, where = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -35,7 +35,7 @@ def interface_towards(address: str) -> str | None:
 
 
 def stay_on_interface(address: str, environment: MutableMapping[str, str]) -> None:
-    """Ranks of several nodes talk over the interface that leads to the first one, unless the user has chosen others."""
+    """Let ranks of several nodes talk over the interface that leads to the first node, unless the user chose others."""
     if name := interface_towards(address):
         use_interface(name, environment)
 

@@ -126,7 +126,7 @@ def _start(command: Sequence[str], place: Mapping[str, str], node: Node) -> list
 
 
 class _Ranks:
-    """The ranks of this node from their start to their end."""
+    """Watches the ranks of this node from their start to their end."""
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ class Loopback:
         self._server = await loop.create_server(self._connection, sock=listening)
 
     def admit(self, request: web.Request) -> None:
-        """The request's connection has shown the secret."""
+        """Note that the request's connection has shown the secret."""
         self._strangers.pop(request.protocol, None)
 
     async def close(self) -> None:

@@ -37,7 +37,7 @@ _REFUSED, _COMPLETE, _FAILED, _DONE, _LAST_WORD = (
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """The place of this node in the job.
+    """Describes the place of this node in the job.
 
     Attributes:
         nproc: ranks to start here, as on every other node.
@@ -192,7 +192,7 @@ class Nodes:
         return None
 
     def leave(self, code: int, seconds: float) -> None:
-        """The first node leaves last: its launcher keeps the store, in which the others look for failures.
+        """Leave the job, the first node last: its launcher keeps the store, in which the others look for failures.
 
         Args:
             seconds: that nodes may need to end, in a job that ends well.
@@ -268,7 +268,7 @@ class Nodes:
             raise ValueError(f"the launcher of node 0 at {node.master_addr}:{node.master_port} has ended") from e
 
     def _look_for_others(self) -> None:
-        """The first node waits for all; the others compare themselves with it, and wait for its word."""
+        """Look which nodes have come: the first waits for all; the others compare themselves with it, and wait."""
         node = self._node
         awaited = range(1, node.nnodes) if node.node_rank == 0 else [0]
         for number in awaited:

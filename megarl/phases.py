@@ -1,4 +1,4 @@
-"""The phases of a step, and the memory of models. Torch-free."""
+"""Names the phases of a step, and the memory of models. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Phase(str, Enum):
-    """A part of a step: it is timed, its peak memory is measured, and both are predicted.
+    """Names a part of a step: it is timed, its peak memory is measured, and both are predicted.
 
     A flow may have phases of its own beside these, with names of its own.
     """
@@ -29,7 +29,7 @@ class Phase(str, Enum):
 
 
 class Item(str, Enum):
-    """Memory of a model in the training layout."""
+    """Names the memory of a model in the training layout."""
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"

@@ -16,16 +16,15 @@ _CONTROL, _CONTROL_OR_RETURN = re.compile(f"[{_UNSEEN}]"), re.compile(f"[{_UNSEE
 
 
 def plain(text: str) -> str:
-    r"""A text with `\u001b` for what a terminal would obey: also within JSON the same text to whoever reads it."""
+    r"""Replace what a terminal would obey in a text by escapes such as `\u001b`, which JSON reads as the same text."""
     return _CONTROL_OR_RETURN.sub(_escaped, text)
 
 
 class PlainText(io.TextIOWrapper):
-    r"""A stream of text that lets nothing through which a terminal would obey, but `\r`, with which libraries draw
-    progress.
+    r"""Writes text with escapes for what a terminal would obey, but for `\r`, with which libraries draw progress.
 
     Attributes:
-        copy: gets each text, too; what rich draws on a terminal is none.
+        copy: gets each text, too, but not what rich draws on a terminal.
     """
 
     copy: Callable[[str], object] | None = None
@@ -38,7 +37,7 @@ class PlainText(io.TextIOWrapper):
 
     @property
     def rich_proxied_file(self) -> Any:
-        """The stream that rich writes to: it has cleaned its texts itself, and moves the cursor."""
+        """Return the stream that rich writes to: rich has cleaned its texts itself, and moves the cursor."""
         return _Raw(self)
 
 
@@ -54,7 +53,7 @@ class _Raw:
 
 
 def plain_stream(stream: io.TextIOWrapper, buffer: Any) -> PlainText:
-    """A `PlainText` like the stream, which writes to a buffer."""
+    """Make a `PlainText` that writes to a buffer, with the settings of a stream."""
     stream.flush()
     replacement = PlainText(buffer, stream.encoding, "backslashreplace", line_buffering=stream.line_buffering)
     replacement.reconfigure(write_through=stream.write_through)

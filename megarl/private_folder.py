@@ -1,4 +1,4 @@
-"""Temporary folders of one process, which no other user can enter and which do not outlive a killed one for long."""
+"""Makes temporary folders of one process: no other user can enter them, and they do not long outlive a killed one."""
 
 from __future__ import annotations
 

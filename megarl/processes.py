@@ -101,7 +101,7 @@ def kill_descendants(spared: Collection[psutil.Process] = ()) -> None:
 
 
 def _lives(process: psutil.Process) -> bool:
-    """False for one that has ended, also if whoever adopted it has not waited for it, and may never do so."""
+    """Tell whether a process runs; a zombie does not: whoever adopted it has not waited for it, and may never do so."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

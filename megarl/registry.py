@@ -46,7 +46,7 @@ class Registry(Generic[T]):
         self._registered: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorator: make a function or class known under a name."""
+        """Return a decorator that makes a function or class known under a name."""
 
         def add(thing: T) -> T:
             assert name not in self.names(), f"{self._key} = {name!r} is registered twice"

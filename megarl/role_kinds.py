@@ -1,6 +1,6 @@
-"""The roles that models have in a run, as the rest of the program knows them. Torch-free.
+"""Describes the roles that models have in a run, as the rest of the program knows them. Torch-free.
 
-One table: a run moves memory by it (`megarl.hybrid.residency`), and the prediction counts by it (`megarl.estimate`).
+A run moves memory by one table (`megarl.hybrid.residency`), and the prediction counts by it (`megarl.estimate`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _in_generation() -> Mapping[Item, frozenset[str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class RoleKind:
-    """The facts of a role that residency, prediction and checks read. A user's class has a kind of its own: `kind`.
+    """Holds the facts of a role that residency, prediction and checks read. A user's class has its own: `kind`.
 
     Attributes:
         name: of the configuration's section, where it has one.

@@ -28,7 +28,7 @@ def version() -> str:
 
 
 def _release() -> str:
-    """Read as text: importing the package would need its dependencies, which are not there when it is installed."""
+    """Read the release as text: importing the package needs its dependencies, which are not there at installation."""
     match = re.search(r'^__version__ = "(.+)"$', (PACKAGE / "__init__.py").read_text(encoding="utf-8"), re.MULTILINE)
     assert match is not None
     return match.group(1)

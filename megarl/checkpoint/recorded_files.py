@@ -51,7 +51,7 @@ class _RecordingFileSystem(FileSystem):
 
 
 class _RecordedFile(io.FileIO):
-    """A file that is written from its beginning to its end.
+    """Writes a file from its beginning to its end.
 
     Attributes:
         size: bytes that were written.

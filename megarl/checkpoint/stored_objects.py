@@ -245,7 +245,7 @@ class CheckpointReader(FileSystemReader):
     """
 
     def __init__(self, folder: str) -> None:
-        """Raises ValueError; see `read_metadata`."""
+        """Open a checkpoint; raises ValueError, see `read_metadata`."""
         super().__init__(folder)
         metadata = self.read_metadata()
         self.stored = metadata.state_dict_metadata

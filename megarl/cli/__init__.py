@@ -1,1 +1,1 @@
-"""The `megarl` command."""
+"""Implements the `megarl` command."""

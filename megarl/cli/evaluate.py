@@ -27,7 +27,7 @@ EXAMPLE = "megarl eval runs/math/run --best actor_rollout_ref.rollout.val_kwargs
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The parsed command line of an evaluation.
+    """Holds the parsed command line of an evaluation.
 
     Attributes:
         file: the configuration file; None: the run's own.

@@ -137,7 +137,7 @@ def _one_rank(config: Config) -> Iterator[Callable[..., Answering]]:
 
 @dataclass(frozen=True)
 class Turn:
-    """A message of a conversation."""
+    """Holds a message of a conversation."""
 
     role: str
     content: str

@@ -1,4 +1,4 @@
-"""The `megarl` command: a table of commands, one module each.
+"""Runs the `megarl` command, by a table of commands, one module each.
 
 A command's module has `add_arguments(parser)` and `run(args, rest)`, which returns the exit code and raises ValueError
 if the command cannot work; --help shows its `EXAMPLE`. Only the module of the command that runs is imported.

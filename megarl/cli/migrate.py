@@ -1,4 +1,4 @@
-"""`megarl config migrate FILE ... [key=value ...]`: rewrite another program's configuration in MegaRL's keys.
+"""Translates another program's configuration into MegaRL's keys: `megarl config migrate FILE ... [key=value ...]`.
 
 The YAML goes to stdout, or to --out; a report on every key goes to stderr. Exit code 0 if all keys are carried or
 translated, 1 if some are refused (the YAML is written all the same), 2 if there is nothing to migrate.

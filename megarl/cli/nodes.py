@@ -1,4 +1,4 @@
-"""Arguments of commands that run on several machines together."""
+"""Adds the arguments of commands that run on several machines together."""
 
 from __future__ import annotations
 

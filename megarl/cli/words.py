@@ -1,4 +1,4 @@
-"""Arguments that several commands share, with their completion in a shell."""
+"""Adds arguments that several commands share, with their completion in a shell."""
 
 from __future__ import annotations
 

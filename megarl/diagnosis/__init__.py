@@ -1,1 +1,1 @@
-"""Checks of a machine for `megarl doctor`: packages, GPUs, limits and network."""
+"""Checks a machine for `megarl doctor`: packages, GPUs, limits and network."""

@@ -1,4 +1,4 @@
-"""A rank of `megarl doctor --nccl`: sums a buffer over all ranks and prints the rate."""
+"""Runs a rank of `megarl doctor --nccl`, which sums a buffer over all ranks and prints the rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The result of one check of `megarl doctor`. Torch-free."""
+"""Describes the result of one check of `megarl doctor`. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class State(Enum):
-    """Whether a run can work with what was found."""
+    """Says whether a run can work with what was found."""
 
     OK = "ok"
     OPTIONAL = "optional"
@@ -16,7 +16,7 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of `megarl doctor`.
+    """Holds a line of `megarl doctor`.
 
     Attributes:
         detail: version, figure, or reason.

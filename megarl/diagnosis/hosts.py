@@ -53,7 +53,7 @@ class HostReport:
 
     @property
     def mhz(self) -> int | None:
-        """The clock of its slowest GPU."""
+        """Return the clock of the host's slowest GPU, MHz; None if no GPU reports one."""
         return min((gpu.mhz for gpu in self.gpus if gpu is not None and gpu.mhz is not None), default=None)
 
 

@@ -1,4 +1,4 @@
-"""Checks of the machine's GPUs, links, limits, isolation and scheduler. They work without torch."""
+"""Checks the machine's GPUs, links, limits, isolation and scheduler. Needs no torch."""
 
 from __future__ import annotations
 

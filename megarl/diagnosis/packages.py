@@ -1,4 +1,4 @@
-"""Checks of installed packages, and of the fast paths that they enable. They work without these packages."""
+"""Checks the installed packages, and the fast paths that they enable. Needs none of these packages."""
 
 from __future__ import annotations
 

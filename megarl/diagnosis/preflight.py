@@ -1,6 +1,6 @@
-"""A rank of `megarl doctor CONFIG`: lets the hosts of a job measure themselves and each other before a run.
+"""Runs a rank of `megarl doctor CONFIG`, which lets the hosts of a job measure themselves and each other before a run.
 
-Its argument is the run's folder. The first rank prints the table and names the odd hosts.
+The rank's argument is the run's folder. The first rank prints the table and names the odd hosts.
 """
 
 from __future__ import annotations

@@ -243,7 +243,7 @@ def _pipeline_warnings(model: ModelJob, lengths: Lengths) -> Iterator[str]:
 
 
 def _packing_hints(model: ModelJob) -> Iterator[str]:
-    """A micro-batch for one of the longest sequences and a part of another is mostly filled with one."""
+    """Yield a hint if one of the longest sequences and a part of another fill a micro-batch: most then hold one."""
     longest, limit = model.config.data.max_sequence_length, model.most_tokens
     filled = model.micro_batch_tokens(model.forward_batch) == limit
     if model.batching.use_dynamic_bsz and filled and limit < 2 * longest:

@@ -1,1 +1,1 @@
-"""Evaluation of a model from samples: estimates with their uncertainty, files and comparisons."""
+"""Evaluates a model from samples: makes estimates with their uncertainty, files and comparisons."""

@@ -1,4 +1,4 @@
-"""Extraction of the answer in a response, for the votes of maj@k. Torch-free."""
+"""Finds the answer in a response, for the votes of maj@k. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paired comparison of two evaluations over the same prompts. Torch-free."""
+"""Compares two evaluations over the same prompts, paired by prompt. Torch-free."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHANGES_FILE = "changes.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class Both:
-    """The scored responses of A and of B to one prompt."""
+    """Holds the scored responses of A and of B to one prompt."""
 
     a: Sequence[Record]
     b: Sequence[Record]
@@ -33,12 +33,12 @@ class Both:
 
     @property
     def scores(self) -> tuple[float, float]:
-        """The mean scores of A and of B."""
+        """Return the mean scores of A and of B."""
         return _mean([r.score or 0.0 for r in self.a]), _mean([r.score or 0.0 for r in self.b])
 
     @property
     def shares(self) -> tuple[float, float]:
-        """The shares of right responses of A and of B."""
+        """Return the shares of right responses of A and of B."""
         return _mean([float(r.right) for r in self.a]), _mean([float(r.right) for r in self.b])
 
 

@@ -1,4 +1,4 @@
-"""The folder of an evaluation, which is new or empty at its start. Torch-free.
+"""Makes, writes and reads the folder of an evaluation, which is new or empty at its start. Torch-free.
 
 eval.json        estimates per data source, and the settings of the evaluation
 samples.jsonl    every response with its score
@@ -24,7 +24,7 @@ EVAL_FILE = "eval.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """A finished evaluation.
+    """Holds a finished evaluation.
 
     Attributes:
         settings: how the responses were sampled.
@@ -36,7 +36,7 @@ class Finished:
 
     @property
     def name(self) -> str:
-        """The folder's name."""
+        """Return the folder's name."""
         return os.path.basename(os.path.abspath(self.folder))
 
 

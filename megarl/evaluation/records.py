@@ -1,4 +1,4 @@
-"""A file of scored responses to held-out prompts, one a line. Torch-free."""
+"""Writes and reads a file of scored responses to held-out prompts, one a line. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LARGEST = 1e100  # absolute score: sums of squares must stay finite
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """A scored response.
+    """Holds a scored response.
 
     Attributes:
         index: the prompt's position in its files.
@@ -45,7 +45,7 @@ class Record:
 
     @property
     def right(self) -> bool:
-        """Whether the score is 1 or more."""
+        """Tell whether the score is 1 or more."""
         return self.score is not None and self.score >= 1.0
 
 

@@ -1,4 +1,4 @@
-"""Estimates from several samples per prompt, and their uncertainty. Torch-free.
+"""Computes estimates from several samples per prompt, and their uncertainty. Torch-free.
 
 Samples of one prompt are not independent, so the unit is the prompt. An estimate is a mean over prompts with the
 standard error of independent prompts. If all prompts have the same number of samples, this equals the clustered
@@ -26,7 +26,7 @@ _SEED = 20240716
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A mean over prompts.
+    """Holds a mean over prompts.
 
     Attributes:
         ci95: half the width of the 95% confidence interval; None if all values are equal.

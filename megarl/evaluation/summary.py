@@ -1,4 +1,4 @@
-"""Estimates from scored responses, per data source and over all prompts. Torch-free."""
+"""Computes estimates from scored responses, per data source and over all prompts. Torch-free."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ LAST_LINES = 15
 
 
 class RehearsalFailed(Exception):
-    """Something did not work; the message says what, with the last lines that the ranks printed."""
+    """Says what did not work in a rehearsal, with the last lines that the ranks printed."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,1 +1,1 @@
-"""Telemetry of a run: seconds per phase, metrics and their destinations, progress, sample rollouts, profiles."""
+"""Measures and shows a run: seconds per phase, metrics and their destinations, progress, sample rollouts, profiles."""

@@ -1,4 +1,4 @@
-"""Output to the terminal or a pipe. A failure to write there ends no run."""
+"""Writes to the terminal or a pipe. A failure to write there ends no run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megarl.telemetry.log_file import LOG
 
 
 class Output(Console):
-    """Rich's console, which also shows control characters of foreign texts as visible ones.
+    """Prints as rich's console does, but shows control characters of foreign texts as visible ones.
 
     On a pipe that nobody reads (`megarl plan ... | head`) it raises BrokenPipeError, which `megarl.cli.main` handles.
     """
@@ -68,7 +68,7 @@ def go_on_without() -> None:
 
 
 class _Unfailing(io.FileIO):
-    """A file to which writing always succeeds. The first failed write puts one warning on stderr."""
+    """Writes to a file and raises nothing if that fails. The first failed write puts one warning on stderr."""
 
     _failed = False
 

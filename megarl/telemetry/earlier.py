@@ -1,4 +1,4 @@
-"""Move the records of an earlier run in the same folder away. Nothing is deleted. Torch-free."""
+"""Moves the records of an earlier run in the same folder away. Nothing is deleted. Torch-free."""
 
 from __future__ import annotations
 

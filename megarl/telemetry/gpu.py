@@ -1,4 +1,4 @@
-"""Readings of this rank's GPU through NVML: utilisation, power, temperature, memory. None without such a GPU."""
+"""Reads this rank's GPU through NVML: utilisation, power, temperature, memory. No readings without such a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class GpuReading:
-    """A reading of a GPU.
+    """Holds a reading of a GPU.
 
     Attributes:
         utilization: share of NVML's window in which a kernel ran.

@@ -1,4 +1,4 @@
-"""Text files of rows that survive a full disk, a kill and damaged lines."""
+"""Writes and reads text files of rows that survive a full disk, a kill and damaged lines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Say = Callable[[str], None]
 
 
 class LineFile:
-    """A file of whole lines. Lines that a full disk refuses are kept and written with a later one."""
+    """Appends whole lines to a file. Lines that a full disk refuses are kept and written with a later one."""
 
     def __init__(self, path: str) -> None:
         """

@@ -1,4 +1,4 @@
-"""The registry of metrics: name, unit, meaning and reduction of each. Torch-free."""
+"""Registers the metrics: name, unit, meaning and reduction of each. Torch-free."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class MetricSpec:
 
     @property
     def pattern(self) -> re.Pattern[str]:
-        """The pattern of all names in the family."""
+        """Return the pattern of all names in the family."""
         parts = re.split(r"\{(\w+)\}", self.name)
         return re.compile("".join(_PATTERNS[part] if i % 2 else re.escape(part) for i, part in enumerate(parts)))
 

@@ -1,4 +1,4 @@
-"""Profiles of chosen steps, and a message with a snapshot when a GPU's memory runs out.
+"""Writes profiles of chosen steps, and a message with a snapshot when a GPU's memory runs out.
 
 RUN/profiles/step_12_rank_0.json.gz            a trace, with profiler.tool=torch: https://ui.perfetto.dev opens it
 RUN/profiles/step_12_rank_0.pickle             allocations, with profiler.tool=memory: https://pytorch.org/memory_viz
@@ -23,10 +23,10 @@ MEMORY_ENTRIES = 100_000
 
 
 class OutOfMemory(RuntimeError):
-    """A GPU's memory ran out; the message is one line with the phase, the snapshot's file and what to change.
+    """Says that GPU memory ran out: the message is one line with the phase, the snapshot's file and what to change.
 
     Attributes:
-        phase: in which it ran out; empty between phases.
+        phase: the phase in which it ran out; empty between phases.
     """
 
     def __init__(self, message: str, *, phase: str = "") -> None:
@@ -35,7 +35,7 @@ class OutOfMemory(RuntimeError):
 
 
 class Recorder(Protocol):
-    """A tool that records a step."""
+    """Records a step."""
 
     ending: str
 

@@ -1,4 +1,4 @@
-"""Progress on the terminal or in a notebook; elsewhere plain lines: one per step of a run, ten in all of a count."""
+"""Shows progress on the terminal or in a notebook; elsewhere prints lines: one per step of a run, ten of a count."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _columns() -> tuple[ProgressColumn, ...]:
 
 
 class Progress:
-    """A context manager around a loop of steps. Call `advance` once per step, on one rank only.
+    """Shows the progress of a loop of steps, as a context manager. Call `advance` once per step, on one rank only.
 
     Args:
         total: steps of the whole loop.
@@ -125,7 +125,7 @@ class Progress:
 
 
 class Counting:
-    """A context manager around a number of equal tasks. Call `one_more` after each task.
+    """Shows the progress of a number of equal tasks, as a context manager. Call `one_more` after each task.
 
     A terminal shows a bar; elsewhere a line is printed for each tenth of the tasks.
     """

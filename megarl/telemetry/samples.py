@@ -1,4 +1,4 @@
-"""Sample rollouts of a step as text for people."""
+"""Writes sample rollouts of a step as text for people."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ALWAYS = ("prompt", "response", "answer", "reward")
 
 @dataclass(frozen=True, kw_only=True)
 class TokenColumns:
-    """The text and numbers of each token of a response; None: not computed.
+    """Holds the text and numbers of each token of a response; None: not computed.
 
     Attributes:
         texts: the tokens' texts; joined they are the response with its special tokens.
@@ -31,7 +31,7 @@ class TokenColumns:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A decoded response with its score.
+    """Holds a decoded response with its score.
 
     Attributes:
         reward: the score; None: scoring failed.

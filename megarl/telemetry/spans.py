@@ -1,4 +1,4 @@
-"""`timeline/`: the phases of each rank over time, one step a line. Torch-free."""
+"""Writes and reads `timeline/`: the phases of each rank over time, one step a line. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wall-clock seconds and peak GPU memory per phase of a step."""
+"""Measures wall-clock seconds and peak GPU memory per phase of a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Ranges = Callable[[str], AbstractContextManager[None]]
 
 
 class Span(NamedTuple):
-    """An uninterrupted stretch of one phase. `start` is on this process's `time.perf_counter`."""
+    """Holds an uninterrupted stretch of one phase. `start` is on this process's `time.perf_counter`."""
 
     phase: str
     start: float
@@ -57,7 +57,7 @@ class PhaseTimers:
 
     @property
     def phase(self) -> str:
-        """The name of the phase for which time counts now; empty between phases."""
+        """Return the name of the phase for which time counts now; empty between phases."""
         return self._whole or (self._open[-1] if self._open else "")
 
     def spans(self) -> list[Span]:

@@ -1,1 +1,1 @@
-"""A run: its checks, its steps, its end. No tensor maths."""
+"""Checks a run, makes its steps and ends it. No tensor maths."""

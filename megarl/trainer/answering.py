@@ -1,6 +1,6 @@
-"""A checkpoint or a Hugging Face folder that answers whatever it is asked, on one rank.
+"""Lets a checkpoint or a Hugging Face folder answer whatever it is asked, on one rank.
 
-What a run generates with, without its data and rewards: the weights in the training layout, an engine that shares them.
+Builds what a run generates with: the weights in the training layout, an engine that shares them; no data, no rewards.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Digests of files and values, to tell contents apart."""
+"""Digests files and values, to tell contents apart."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.data.tokenizer import tokenizer_place
 
 
 def tokenizer_digest(path: str) -> str:
-    """Digest of a SentencePiece model file, or of the tokenizer's files in a folder."""
+    """Digest a SentencePiece model file, or the tokenizer's files in a folder."""
     path = tokenizer_place(path)
     if os.path.isfile(path):
         return file_digest(path) or ""
@@ -21,7 +21,7 @@ def tokenizer_digest(path: str) -> str:
 
 
 def digest(parts: Iterable[bytes | memoryview]) -> str:
-    """Digest of byte strings in order: 16 hexadecimal digits."""
+    """Digest byte strings in order into 16 hexadecimal digits."""
     total = hashlib.blake2b(digest_size=8)
     for part in parts:
         total.update(len(part).to_bytes(8, "big"))
@@ -30,7 +30,7 @@ def digest(parts: Iterable[bytes | memoryview]) -> str:
 
 
 def file_digest(path: str) -> str | None:
-    """Digest of a file's contents; None where there is no file."""
+    """Digest a file's contents; None where there is no file."""
     if not os.path.isfile(path):
         return None
     with open(path, "rb") as f:

@@ -1,4 +1,4 @@
-"""Whether the engine generates from the model that is trained, by the gap between their log-probabilities."""
+"""Checks whether the engine generates from the model that is trained, by the gap between their log-probabilities."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Measured gaps are below 1e-5 in float32 and 0.05 in bfloat16. An engine with oth
 
 
 def check_finite(batch: Batch, config: Config, step: int) -> None:
-    """Raises RunStopped, on every rank alike, if the engine gave log-probabilities that are no numbers."""
+    """Raise RunStopped, on every rank alike, if the engine gave log-probabilities that are no numbers."""
     assert batch.rollout_logp is not None
     if batch.sum_per_sequence((~batch.rollout_logp.isfinite()).long()).any():
         name = config.actor_rollout_ref.rollout.name
@@ -28,7 +28,7 @@ def check_finite(batch: Batch, config: Config, step: int) -> None:
 
 
 def check_gap(batch: Batch, config: Config, step: int) -> None:
-    """Raises RunStopped, on every rank alike, if the engine cannot have the actor's weights.
+    """Raise RunStopped, on every rank alike, if the engine cannot have the actor's weights.
 
     With top_p or top_k the engine's log-probabilities are those of a narrower distribution, so that the gap says
     nothing; and so do tokens that older weights drew.

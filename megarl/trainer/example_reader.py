@@ -31,8 +31,8 @@ class ExampleReader:
 
     @property
     def fits(self) -> Fits | None:
-        """A function that tells which rows are not too long, for a sampler that draws the same on every rank; None: no
-        row is. It raises RowRefused on every rank if a row cannot be used."""
+        """Return a function that tells a sampler, the same on every rank, which rows are not too long; None if none is
+        too long. It raises RowRefused on every rank if a row cannot be used."""
         fits = fits_of(self._examples)
         if fits is None:
             return None

@@ -33,7 +33,7 @@ POLL_SECONDS, WORD_SECONDS = 0.2, 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class _Mention:
-    """A model of the Hub that a key of the configuration names."""
+    """Describes a model of the Hub that a key of the configuration names."""
 
     section: str
     name: str

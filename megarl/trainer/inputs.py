@@ -1,4 +1,4 @@
-"""The inputs of a run, read from disk. No Megatron: a launcher can check a run with it."""
+"""Reads the inputs of a run from disk. No Megatron: a launcher can check a run with it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megarl.types import Prompt, SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Everything that a run reads before any rank talks to another.
+    """Holds everything that a run reads before any rank talks to another.
 
     Attributes:
         stop_tokens: ids that end a response: the tokenizer's end token, those of the model's folder and those of
@@ -55,32 +55,32 @@ class Inputs:
 
     @property
     def train_rows(self) -> int:
-        """Rows of `data.train_files`, whatever they are."""
+        """Count the rows of `data.train_files`, whatever they are."""
         return len(self.train_prompts) or len(self.train_examples)
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run, without those of a warm-up."""
+        """Count the steps of the whole run, without those of a warm-up."""
         trainer, data = self.config.trainer, self.config.data
         return trainer.total_training_steps or trainer.total_epochs * (self.train_rows // data.train_batch_size)
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimizer steps of the policy in an RL run."""
+        """Count the optimizer steps of the policy in an RL run."""
         actor = self.config.actor_rollout_ref.actor
         trained = max(1, self.total_steps - self.config.trainer.critic_warmup)
         return trained * (self.config.data.train_batch_size // actor.ppo_mini_batch_size) * actor.ppo_epochs
 
     @property
     def critic_steps(self) -> int:
-        """Optimizer steps of the critic in the whole run."""
+        """Count the optimizer steps of the critic in the whole run."""
         config = self.config
         per_step = config.data.train_batch_size // config.critic_mini_batch_size
         return self.total_steps * per_step * config.critic.ppo_epochs
 
     @property
     def max_sequence_length(self) -> int:
-        """Tokens of the longest prompt and response together."""
+        """Count the tokens of the longest prompt and response together."""
         return self.config.data.max_prompt_length + self.config.data.max_response_length
 
     def describe_stop_tokens(self) -> str:

@@ -1,4 +1,4 @@
-"""The layouts that a configuration asks for. Torch-free."""
+"""Derives the layouts that a configuration asks for. Torch-free."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def split_of(megatron: MegatronConfig) -> PipelineSplit:
 
 
 def check_megatron(megatron: MegatronConfig) -> None:
-    """Raises ValueError, with what to change, for keys that do not go together."""
+    """Raise ValueError, with what to change, for keys that do not go together."""
     if megatron.virtual_pipeline_model_parallel_size and megatron.pipeline_model_parallel_size == 1:
         raise ValueError("virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size of 2 or more")
     if megatron.overlap_param_gather and not (megatron.use_distributed_optimizer and megatron.overlap_grad_reduce):
@@ -51,7 +51,7 @@ def check_megatron(megatron: MegatronConfig) -> None:
 
 
 def check_shared_prompts(role: str, model: ModelConfig, megatron: MegatronConfig, arch: Architecture) -> None:
-    """Raises ValueError if prompts that sequences have in common cannot be computed once."""
+    """Raise ValueError if prompts that sequences have in common cannot be computed once."""
     if not model.use_prefix_grouper:
         return
     key = "model.use_prefix_grouper"
@@ -67,7 +67,7 @@ def check_shared_prompts(role: str, model: ModelConfig, megatron: MegatronConfig
 
 
 def check_router_losses(role: str, megatron: MegatronConfig, *, trains_experts: bool) -> None:
-    """Raises ValueError for a loss of routers where none is trained."""
+    """Raise ValueError for a loss of routers where none is trained."""
     for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
         if getattr(megatron, name) and not trains_experts:
             raise ValueError(f"{role}.megatron.{name}: no experts are trained there; leave it out")

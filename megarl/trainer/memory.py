@@ -1,4 +1,4 @@
-"""Checks of a run's memory against this machine's. No Megatron: a launcher can check a run with it."""
+"""Checks a run's memory against this machine's. No Megatron: a launcher can check a run with it."""
 
 from __future__ import annotations
 

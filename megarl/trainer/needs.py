@@ -1,4 +1,4 @@
-"""The models and log-probabilities that a configuration's algorithm needs."""
+"""Collects the models and log-probabilities that a configuration's algorithm needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The models that a run has beside its policy. No Megatron."""
+"""Lists the models that a run has beside its policy. No Megatron."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from megarl.trainer.digests import tokenizer_digest
 
 @dataclass(frozen=True, kw_only=True)
 class OtherRole:
-    """The role of a model beside the policy.
+    """Describes the role of a model beside the policy.
 
     Attributes:
-        kind: whose name is the configuration's section.
+        kind: its name is that of the configuration's section.
     """
 
     kind: RoleKind

@@ -1,4 +1,4 @@
-"""Signals to a run: before the loop they end the process, in the loop they end the run after a checkpoint."""
+"""Takes signals to a run: before the loop they end the process, in the loop they end the run after a checkpoint."""
 
 from __future__ import annotations
 

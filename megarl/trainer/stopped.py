@@ -1,4 +1,4 @@
-"""Exceptions that end a run before its last step: it, or what it was given, is wrong, or a signal came."""
+"""Defines exceptions that end a run before its last step: the run or its input is wrong, or a signal came."""
 
 from __future__ import annotations
 

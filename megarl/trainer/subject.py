@@ -1,4 +1,4 @@
-"""Models to evaluate, by their path: a checkpoint, a run, a Hugging Face folder, a model of the Hub. Torch-free.
+"""Finds models to evaluate by their path: a checkpoint, a run, a Hugging Face folder, a model of the Hub. Torch-free.
 
 RUN/config.yaml                        how the run was configured
 RUN/checkpoints/global_step_12/        a checkpoint
@@ -26,12 +26,12 @@ USUAL_CONTEXT = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model to evaluate.
+    """Describes a model to evaluate.
 
     Attributes:
         folder: its weights.
         is_checkpoint: whether they are MegaRL's or Megatron-LM's; else Hugging Face's.
-        run_dir: of the run that it is of, if it lies in one.
+        run_dir: the folder of the run that the model lies in, if any.
         hub: the model of the Hugging Face Hub that the folder is the cache of.
     """
 
@@ -42,18 +42,18 @@ class Subject:
 
     @property
     def path(self) -> str:
-        """The name by which configurations have it."""
+        """Return the path or the Hub's name by which configurations name the model."""
         return self.folder if self.hub is None else str(self.hub)
 
     @property
     def recorded(self) -> str | None:
-        """The run's configuration file, if there is one."""
+        """Return the run's configuration file, if there is one."""
         file = os.path.join(self.run_dir or "", CONFIG_FILE)
         return file if self.run_dir is not None and os.path.isfile(file) else None
 
     @property
     def name(self) -> str:
-        """The name of its evaluation: global_step_12; of a Hugging Face folder within a checkpoint
+        """Return the name of the model's evaluation: global_step_12; of a Hugging Face folder within a checkpoint
         global_step_12-huggingface."""
         if self.hub is not None:
             return self.hub.repository.rpartition("/")[2]
@@ -62,8 +62,8 @@ class Subject:
 
     @property
     def place(self) -> str:
-        """The folder of its evaluation: RUN/eval/global_step_12, or FOLDER.eval beside a folder that is in no run; of a
-        model of the Hub NAME.eval here."""
+        """Return the folder of the model's evaluation: RUN/eval/global_step_12, or FOLDER.eval beside a folder that is
+        in no run; of a model of the Hub NAME.eval in the working directory."""
         if self.hub is not None:
             return os.path.abspath(f"{self.name}.eval")
         if self.run_dir is not None:

@@ -1,4 +1,4 @@
-"""Checks of keys that a configuration sets and a training run would not read."""
+"""Checks keys that a configuration sets and a training run would not read."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Trials:
     """
 
     def __init__(self, sweep: Sweep) -> None:
-        """Raises ValueError, in one line, if Optuna does not take the search's keys."""
+        """Raise ValueError, in one line, if Optuna does not take the search's keys."""
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._sweep = sweep
         self._distributions = {key: _distribution(key, values) for key, values in sweep.keys.items()}

@@ -17,7 +17,7 @@ Choice = bool | int | float | str | None
 
 
 class Range(Section):
-    """Numbers between two, both included; whole numbers if all that is said are."""
+    """Holds the numbers from `low` to `high`, both included; whole numbers if those and `step` are."""
 
     low: int | float = Field(description="the smallest value")
     high: int | float = Field(description="the largest value")
@@ -26,14 +26,14 @@ class Range(Section):
 
 
 class Choices(Section):
-    """A class of Optuna's with its arguments."""
+    """Names a class of Optuna's, with its arguments."""
 
     name: NonEmpty = Field(description="the class")
     args: dict[str, Any] = Field(default_factory=dict, description="its keyword arguments")
 
 
 class Sweep(Section):
-    """A search for settings of a run."""
+    """Describes a search for settings of a run."""
 
     config: NonEmpty = Field(description="YAML file of the run")
     folder: NonEmpty = Field(description="folder of the study and of its runs")

@@ -28,7 +28,7 @@ class SweepFailed(Exception):
 
 
 class SweepStopped(Exception):
-    """A signal asks this worker to stop. The trial that it had will be tried again."""
+    """Says that a signal asks this worker to stop. The trial that it had will be tried again."""
 
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(number.name)

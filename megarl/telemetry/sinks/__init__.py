@@ -1,4 +1,4 @@
-"""Destinations of metrics, one module each."""
+"""Names and opens the destinations of metrics, one module each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sinks behind a network: a thread sends the records, and no step waits for it."""
+"""Sends the records of sinks behind a network in a thread, for which no step waits."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ Row = tuple[int, Mapping[str, float]]
 
 
 class Remote(Protocol):
-    """A client of a server. Every method may take long and raise anything. One thread calls all but `abandon`."""
+    """Sends records to a server. Every method may take long and raise anything. One thread calls all but `abandon`."""
 
     def open(self) -> None:
-        """Connect. Called again if it raised."""
+        """Connect to the server; called again if it raised."""
 
     def log(self, rows: Sequence[Row]) -> None:
         """Send rows in order."""
@@ -50,7 +50,7 @@ class Remote(Protocol):
 
 
 class Background:
-    """A sink whose records wait in a queue until a thread sends them in order.
+    """Keeps the records of a sink in a queue until a thread sends them in order.
 
     A server that is away for a while gets them later. While the queue is full, further records are dropped. The first
     failure gives a warning, and so does the number of lost records at the end.

@@ -1,4 +1,4 @@
-"""The console sink: `megarl.telemetry.progress` shows the rows."""
+"""Implements the console sink: `megarl.telemetry.progress` shows the rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megarl.telemetry.lines import Say
 
 
 class ConsoleSink:
-    """A sink that writes nothing. A run that names it shows its progress."""
+    """Writes nothing. A run that names this sink shows its progress."""
 
     def __init__(self, run_dir: str, first_step: int, say: Say) -> None:
         del run_dir, first_step, say

@@ -1,4 +1,4 @@
-"""`metrics.csv`: a table that is rewritten with a wider header when a new metric appears."""
+"""Writes `metrics.csv`: a table that is rewritten with a wider header when a new metric appears."""
 
 from __future__ import annotations
 

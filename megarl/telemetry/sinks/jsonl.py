@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one JSON object per row."""
+"""Writes and reads `metrics.jsonl`: one JSON object per row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metric names for services that allow fewer characters. Different metrics get different names."""
+"""Makes metric names for services that allow fewer characters. Different metrics get different names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The MLflow sink: metrics, parameters, tables of sample rollouts, the configuration, versions of a model."""
+"""Sends metrics, parameters, tables of sample rollouts, the configuration and versions of a model to MLflow."""
 
 from __future__ import annotations
 

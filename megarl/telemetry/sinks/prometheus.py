@@ -1,4 +1,4 @@
-"""The Prometheus sink: the newest value of every metric, scraped, pushed, or in a file for node_exporter."""
+"""Gives Prometheus the newest value of every metric: scraped, pushed, or in a file for node_exporter."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MOST = 16  # scrapes at a time: idle connections must not use up the rank's fil
 
 
 def prometheus_name(name: str) -> str:
-    """reward/mean -> megarl_reward_mean, val/pass@4 -> megarl_val_pass_4."""
+    """Name a metric for Prometheus: reward/mean -> megarl_reward_mean, val/pass@4 -> megarl_val_pass_4."""
     return "megarl_" + re.sub(r"[^a-zA-Z0-9_]+", "_", name)
 
 

@@ -1,4 +1,4 @@
-"""Interfaces of a destination of metrics."""
+"""Defines the interfaces of a destination of metrics."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Sink(Protocol):
 
 @runtime_checkable
 class TakesRollouts(Protocol):
-    """A sink that shows sample rollouts."""
+    """Describes a sink that shows sample rollouts."""
 
     def rollouts(self, step: int, samples: Sequence[Sample]) -> None: ...
 
 
 @runtime_checkable
 class TakesArtifacts(Protocol):
-    """A sink that records the files of a run."""
+    """Describes a sink that records the files of a run."""
 
     def artifact(self, path: str) -> None:
         """Record config.yaml, or the folder of a checkpoint with its Hugging Face export."""

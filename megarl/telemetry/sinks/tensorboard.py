@@ -1,4 +1,4 @@
-"""The TensorBoard sink: event files in `tensorboard/`."""
+"""Writes event files for TensorBoard in `tensorboard/`."""
 
 from __future__ import annotations
 

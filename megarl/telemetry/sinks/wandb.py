@@ -1,4 +1,4 @@
-"""The Weights & Biases sink: metrics, configuration, tables of sample rollouts, references to exported folders."""
+"""Sends metrics, configuration, tables of sample rollouts, references to exported folders to Weights & Biases."""
 
 from __future__ import annotations
 

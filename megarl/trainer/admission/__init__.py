@@ -1,1 +1,1 @@
-"""Checks that refuse a run before any rank starts."""
+"""Checks a run, and refuses it before any rank starts."""

@@ -1,4 +1,4 @@
-"""Checks of the keys that make a step: sampling, batch sizes, dynamic sampling, carried-over responses, optimizers."""
+"""Checks the keys that make a step: sampling, batch sizes, dynamic sampling, carried-over responses, optimizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of `trainer.deterministic`: kernels that add up in a fixed order. No Megatron."""
+"""Checks `trainer.deterministic`: kernels that add up in a fixed order. No Megatron."""
 
 from __future__ import annotations
 

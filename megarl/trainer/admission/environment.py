@@ -1,4 +1,4 @@
-"""Checks of environments and agents."""
+"""Checks environments and agents."""
 
 from __future__ import annotations
 

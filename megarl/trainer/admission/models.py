@@ -1,4 +1,4 @@
-"""Checks of layouts, model files and exports against the architecture of the policy."""
+"""Checks layouts, model files and exports against the architecture of the policy."""
 
 from __future__ import annotations
 

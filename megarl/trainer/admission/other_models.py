@@ -1,4 +1,4 @@
-"""Checks of the models beside the policy: their keys, their layouts and their files."""
+"""Checks the models beside the policy: their keys, their layouts and their files."""
 
 from __future__ import annotations
 

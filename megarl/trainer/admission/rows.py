@@ -1,4 +1,4 @@
-"""Checks of the rows: there are enough, and every response to them can be scored."""
+"""Checks the rows: there are enough, and every response to them can be scored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of the places that `trainer.logger` sends metrics to."""
+"""Checks the places that `trainer.logger` sends metrics to."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Responses to prompts, scored and made a batch of; and validation."""
+"""Generates responses to prompts, scores them and makes a batch of them; validates, too."""

@@ -1,4 +1,4 @@
-"""Responses that outlive a step: generation stops when a batch is full, and what is unfinished goes on under the next
+"""Lets responses outlive a step: generation stops when a batch is full, and unfinished ones go on under the next
 weights.
 
 More groups are under way than a step trains on, so that few GPUs wait for the longest responses of a batch ("partial
@@ -39,11 +39,11 @@ GoOn = Callable[[Sequence[Rollout], Quota], Rollouts]
 
 
 class CarryOver:
-    """The groups that are under way, oldest first. Joins a run, so that one that resumes goes on with them.
+    """Holds the groups that are under way, oldest first. Joins a run, so that a resumed run goes on with them.
 
     Of `rollout.carry_over.groups` groups under way, the `data.train_batch_size` that are trained on are taken as they
-    finish, the oldest first. None is trained on whose first token is by more than `max_staleness` versions older than
-    the newest weights: generation waits for it before.
+    finish, the oldest first. No group is trained on whose first token is more than `max_staleness` versions older than
+    the newest weights: generation waits for the group before.
 
     The ranks of the replica that went on with a response last have its tokens, the others its outline.
 
@@ -69,7 +69,7 @@ class CarryOver:
 
     @staticmethod
     def of(inputs: Inputs, rank: int) -> CarryOver:
-        """Make that of a rank of a run."""
+        """Make the `CarryOver` of a rank of a run."""
         recorded = inputs.config.actor_rollout_ref.rollout.enable_rollout_routing_replay
         unrouted = empty_record(inputs.arch) if recorded else None
         return CarryOver(inputs.config, inputs.train_prompts, rank, unrouted)

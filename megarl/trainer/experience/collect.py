@@ -1,4 +1,4 @@
-"""A step's rollouts: generated, scored, shown, and laid out as a batch."""
+"""Generates, scores and shows a step's rollouts, and lays them out as a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DAPO's dynamic sampling (arXiv 2503.14476, section 3.2): draws prompts until enough of them can teach something."""
+"""Draws prompts until enough of them can teach something: DAPO's dynamic sampling (arXiv 2503.14476, section 3.2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Validation on the held-out prompts."""
+"""Answers and scores the held-out prompts, in a validation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores by a reward model, by reward functions, or by both."""
+"""Scores rollouts by a reward model, by reward functions, or by both."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megarl.types import Batch, Rollouts, Tokens, batch_of
 
 @dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """A `Score` made of reward functions and a reward model.
+    """Scores rollouts by reward functions and a reward model, as a `Score`.
 
     Attributes:
         functions: gives all scores, or those to which `model` adds. A reward model that scores alone stands here, too.

@@ -1,1 +1,1 @@
-"""Records of a run: metrics, progress, samples, timeline, memory."""
+"""Keeps the records of a run: metrics, progress, samples, timeline, memory."""

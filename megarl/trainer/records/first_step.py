@@ -1,4 +1,4 @@
-"""Remarks on a run's settings after its first step."""
+"""Makes remarks on a run's settings after its first step."""
 
 from __future__ import annotations
 

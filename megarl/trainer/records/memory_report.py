@@ -1,4 +1,4 @@
-"""The memory of a run on GPUs: predicted at the start, measured in the second step."""
+"""Shows the memory of a run on GPUs: predicted at the start, measured in the second step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of speed: how fast a step went, how well the GPUs were used, and which rank held the others up."""
+"""Computes metrics of speed: how fast a step went, how well the GPUs were used, and which rank held the others up."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _OF_MFU = (Phase.LOG_PROBS, Phase.UPDATE)
 
 
 class OfRank(NamedTuple):
-    """A rank's measurements of a step: its host; seconds of work by phase, without those that it waited for others;
-    seconds until responses were finished; its GPU's counters."""
+    """Holds a rank's measurements of a step: its host; seconds of work by phase, without those that it waited for
+    others; seconds until responses were finished; its GPU's counters."""
 
     host: str
     work: dict[str, float]

@@ -1,4 +1,4 @@
-"""The report of a run: progress, metric files, sample rollouts. Rank 0 only."""
+"""Writes the report of a run: progress, metric files, sample rollouts. Rank 0 only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The records of a run: its first lines, the rows of its steps, its timeline and its memory."""
+"""Keeps the records of a run: its first lines, the rows of its steps, its timeline and its memory."""
 
 from __future__ import annotations
 

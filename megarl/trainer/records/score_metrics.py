@@ -1,4 +1,4 @@
-"""The numbers that describe how responses were scored."""
+"""Computes the numbers that describe how responses were scored."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ MOST_SOURCES = 64
 
 
 def parts_by_name(scored: Scored) -> dict[str, float]:
-    """part/{label}, and what functions returned beside their scores."""
+    """Return the parts of a score as part/{label}, and what functions returned beside their scores."""
     return {f"part/{label}": score for label, score in scored.parts.items() if label} | {**scored.metrics}
 
 
 def part_metrics(rollouts: Rollouts) -> dict[str, float]:
-    """Numbers about what scores are made of, the same on every rank.
+    """Compute numbers about what scores are made of, the same on every rank.
 
     Returns:
         part/{label}, and what functions returned beside their scores: means over the responses that have them.
@@ -40,7 +40,7 @@ def part_metrics(rollouts: Rollouts) -> dict[str, float]:
 
 
 def call_metrics(results: Sequence[Scored | Failure]) -> dict[str, float]:
-    """Numbers about the calls of reward functions, the same on every rank.
+    """Compute numbers about the calls of reward functions, the same on every rank.
 
     Returns:
         retried: further tries.

@@ -1,4 +1,4 @@
-"""Rollouts of a step as a person looks at them, with columns for their tokens."""
+"""Shows rollouts of a step as a person looks at them, with columns for their tokens."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ COLUMNS = ("tokens", "response_mask", "rollout_logp", "old_logp", "advantages")
 
 
 class ShownRollouts:
-    """Some of the rollouts of a step.
+    """Holds some of the rollouts of a step.
 
     Attributes:
-        step: its number.
+        step: the step's number.
     """
 
     def __init__(self, step: int, rollouts: Rollouts, wanted: int, pieces: Pieces) -> None:

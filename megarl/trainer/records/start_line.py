@@ -1,4 +1,4 @@
-"""The first line of a run: layouts, model, kernels, engine, and what a reshard moves."""
+"""Writes the first line of a run: layouts, model, kernels, engine, and what a reshard moves."""
 
 from __future__ import annotations
 

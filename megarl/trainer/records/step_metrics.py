@@ -1,4 +1,4 @@
-"""The numbers that describe one step."""
+"""Computes the numbers that describe one step."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class StepMetrics:
         self._logged: dict[str, list[Metric]] = {}
 
     def add(self, prefix: str, metrics: Mapping[str, Metric | float]) -> None:
-        """Metrics named `{prefix}/{name}`, or `{name}` without a prefix."""
+        """Log metrics as `{prefix}/{name}`, or `{name}` without a prefix."""
         for name, metric in metrics.items():
             full = f"{prefix}/{name}" if prefix else name
             value = metric if isinstance(metric, Metric) else Metric(value=float(metric))
             self._logged.setdefault(full, []).append(value)
 
     def collect(self) -> dict[str, float]:
-        """Each metric as its `reduce` says, in the order of first use; starts again from none."""
+        """Return each metric, reduced as its `reduce` says, in the order of first use, and forget them all."""
         logged, self._logged = self._logged, {}
         return {name: _reduced(metrics) for name, metrics in logged.items()}
 
@@ -35,12 +35,12 @@ def _reduced(metrics: Sequence[Metric]) -> float:
 
 
 def quantile(in_order: Sequence[float], share: float) -> float:
-    """The number that this share of sorted ones stay at or below."""
+    """Return the number at or below which this share of sorted numbers lies."""
     return in_order[math.ceil(share * len(in_order)) - 1]
 
 
 def response_metrics(rollouts: Rollouts) -> dict[str, float]:
-    """length_mean, length_max: tokens per response; truncated: share that was cut off at max_response_length."""
+    """Return length_mean, length_max: tokens per response; truncated: share that was cut off at max_response_length."""
     lengths = [len(rollout.response) for rollout in rollouts]
     return {
         "length_mean": _mean(lengths),
@@ -50,7 +50,7 @@ def response_metrics(rollouts: Rollouts) -> dict[str, float]:
 
 
 def reward_metrics(rollouts: Rollouts) -> dict[str, float]:
-    """mean: score; accuracy: share of scores of 1 or more; failed: responses without a score, in neither of the two."""
+    """Compute mean: score; accuracy: share of scores of 1 or more; failed: responses without a score, in neither."""
     scores = [reward for reward in rollouts.rewards if reward is not None]
     return {
         "mean": _mean(scores),

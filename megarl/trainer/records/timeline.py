@@ -1,4 +1,4 @@
-"""The timeline of a run: when each rank was in which phase, gathered at the end of each step, written by rank 0."""
+"""Records when each rank was in which phase, in a timeline: gathered at the end of each step, written by rank 0."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SHORTEST, _SHORTEST_WAIT = 1e-4, 1e-3  # seconds: nobody would see less
 
 
 class Timeline:
-    """Every rank calls its methods; rank 0 writes. Does nothing unless the run writes `metrics.jsonl`.
+    """Records phases over time. Every rank calls, rank 0 writes. Does nothing unless the run writes `metrics.jsonl`.
 
     `begin` comes before the first step, of which building models and engines is no part. `step` comes right after a
     gather, which no rank leaves before the last one is in it: this moment is the same on all ranks, to well below a

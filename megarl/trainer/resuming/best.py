@@ -38,7 +38,7 @@ class BestCheckpoint:
     """
 
     def __init__(self, config: Config, world: World, position: Position) -> None:
-        """Every rank calls it.
+        """Find the best checkpoint of the run so far; every rank calls it.
 
         Args:
             position: beginning of the run; later checkpoints are no part of it.
@@ -60,7 +60,7 @@ class BestCheckpoint:
         return f"trainer.best_metric = {metric} is no metric of the validation, which gives {', '.join(validation)}"
 
     def improved_by(self, validation: Mapping[str, float]) -> bool:
-        """Whether a validation is better than that of the best checkpoint, the same on every rank."""
+        """Tell whether a validation is better than that of the best checkpoint, the same on every rank."""
         if not self._trainer.best_metric or not validation:
             return False
         better = self._better(validation.get(self._trainer.best_metric, math.nan))

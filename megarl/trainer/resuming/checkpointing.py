@@ -59,7 +59,7 @@ RESERVED = frozenset(
 
 
 class Stateful(Protocol):
-    """Something small on which the next step depends, the same on every rank."""
+    """Holds something small on which the next step depends, the same on every rank."""
 
     def state(self) -> Any:
         """Take the small state, in JSON's values."""
@@ -72,7 +72,7 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class HasArrays(Protocol):
-    """A `Stateful` with more state than fits in JSON, of which a rank may have a part."""
+    """Is a `Stateful` with more state than fits in JSON, of which a rank may have a part."""
 
     def keep(self) -> HasArrays:
         """Copy it for a save that may come later; `arrays` of the copy are made then."""
@@ -93,7 +93,7 @@ class HasArrays(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """A run's state between two steps, but for its models.
+    """Holds a run's state between two steps, but for its models.
 
     Attributes:
         states: small state by name.
@@ -108,10 +108,10 @@ class Kept:
 
 @dataclass(kw_only=True)
 class _Writing:
-    """A checkpoint between its snapshot and its name.
+    """Describes a checkpoint that is being written: it has its snapshot, and not yet its name.
 
     Attributes:
-        work: this rank's in the present stage.
+        work: this rank's work in the present stage.
     """
 
     save: Save

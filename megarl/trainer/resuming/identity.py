@@ -68,7 +68,7 @@ def identity_of(inputs: Inputs) -> Identity:
 
 
 def _environment(config: Config) -> dict[str, Any]:
-    """Settings of the environment that answers the policy, if one does."""
+    """Collect the settings of the environment that answers the policy, if one does."""
     settings = config.environment
     if not settings.answers:
         return {}
@@ -78,7 +78,7 @@ def _environment(config: Config) -> dict[str, Any]:
 
 
 def _data(inputs: Inputs) -> dict[str, Any]:
-    """Training prompts, and the settings of their order."""
+    """Describe the training prompts, and the settings of their order."""
     data, prompts = inputs.config.data, inputs.train_prompts
     values: dict[str, Any] = {"rows": len(prompts), "contents": rows_digest(prompts)}
     if data.weights:
@@ -133,7 +133,7 @@ def _architecture(arch: Architecture) -> dict[str, Any]:
 
 
 def _user_code(values: Mapping[str, str]) -> dict[str, str]:
-    """Digests of the files in values of the form path/to/file.py:function."""
+    """Digest the files in values of the form path/to/file.py:function."""
     return {key: code for key, value in values.items() if (code := _code(value))}
 
 
@@ -157,7 +157,7 @@ def differences(recorded: Identity, now: Identity, *, ignore: Iterable[str] = ()
 
 
 def _other_models(config: Config) -> dict[str, Any]:
-    """Files of the critic, whose state is in the checkpoint, and of the models that give scores and targets."""
+    """Digest the files of the critic, whose state is in the checkpoint, and of models that give scores and targets."""
     files = {}
     for other in other_roles(config, needs_of(config)):
         model = other.settings.model
@@ -167,7 +167,7 @@ def _other_models(config: Config) -> dict[str, Any]:
 
 
 def _reward(config: Config) -> dict[str, Any]:
-    """Settings that decide on scores. Unused keys are left out: recorded identities have none of them."""
+    """Collect the settings that decide on scores. Unused keys are left out: recorded identities have none of them."""
     reward = config.reward
     values: dict[str, Any] = {"reward.name": reward.name, "file": _code(reward.name)}
     values |= _flat(reward.args, "reward.args.")
@@ -183,12 +183,12 @@ def _reward(config: Config) -> dict[str, Any]:
 
 
 def _code(name: str) -> str | None:
-    """Digest of the file in path/to/file.py:function; None for another name."""
+    """Digest the file in path/to/file.py:function; None for another name."""
     return file_digest(name.rpartition(":")[0])
 
 
 def _algorithm(config: Config) -> dict[str, Any]:
-    """Settings that decide on advantages and loss."""
+    """Collect the settings that decide on advantages and loss."""
     actor = config.actor_rollout_ref.actor
     loss = ("clip_low", "clip_high", "clip_ratio_c", "loss_agg_mode", "entropy_coeff", "use_kl_loss")
     kl_loss = ("kl_loss_coef", "kl_loss_type") if actor.use_kl_loss else ()
@@ -211,19 +211,19 @@ def configuration_digest(config: Config) -> str:
 
 
 def prompts_digest(prompts: Sequence[Prompt]) -> str:
-    """Digest of token ids and rows, in order."""
+    """Digest token ids and rows, in order."""
     return digest(
         json.dumps([prompt.token_ids, prompt.row], sort_keys=True, default=str).encode() for prompt in prompts
     )
 
 
 def rows_digest(prompts: Sequence[Prompt]) -> str:
-    """Digest of prompts; for rows that lie on disk it is that of their index, after the word "rows "."""
+    """Digest prompts; for rows that lie on disk the digest is that of their index, after the word "rows "."""
     return f"rows {prompts.digest}" if isinstance(prompts, PromptSet) else prompts_digest(prompts)
 
 
 def examples_digest(examples: Sequence[Example]) -> str:
-    """Digest of `Example.contents`, in order; for an `ExampleSet` it is known."""
+    """Digest `Example.contents`, in order; for an `ExampleSet` the digest is known."""
     return examples.digest if isinstance(examples, ExampleSet) else digest(example.contents for example in examples)
 
 

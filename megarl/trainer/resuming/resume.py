@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # a launcher checks a run without Megatron-Core
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """The beginning of a run.
+    """Describes the beginning of a run.
 
     Attributes:
         folder: checkpoint that the run goes on from; None for a fresh run.
@@ -66,7 +66,7 @@ class Start:
 
     @property
     def position(self) -> Position:
-        """Position of the last step that is done."""
+        """Return the position of the last step that is done."""
         return position_of(dict(self.state)) if self.folder else BEGINNING
 
 

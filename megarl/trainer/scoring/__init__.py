@@ -1,1 +1,1 @@
-"""Scores of rollouts: by reward functions in processes beside the ranks, and by environments."""
+"""Scores rollouts by reward functions in processes beside the ranks, and by environments."""

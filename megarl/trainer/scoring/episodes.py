@@ -1,4 +1,4 @@
-"""Episodes of a run: which environment or agent answers the policy, and how an episode is scored."""
+"""Builds and scores the episodes of a run, in which an environment or an agent answers the policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The number of processes that score responses on each rank."""
+"""Chooses the number of processes that score responses on each rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """The machine that a rank runs on.
+    """Describes the machine that a rank runs on.
 
     Attributes:
         scores: whether responses are scored on this rank.

@@ -1,1 +1,1 @@
-"""A run: what joins it, its loops, and how its ranks agree."""
+"""Runs a flow: roles join the run, its loops make steps, and its ranks agree."""

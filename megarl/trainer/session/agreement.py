@@ -1,4 +1,4 @@
-"""Comparisons between ranks: of what they read, right after they met, and of what each computes for itself."""
+"""Compares what the ranks read, right after they met, and what each of them computes for itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loops of a flow: their steps, and what happens between them: validation, checkpoints, recovery, signals."""
+"""Goes through the loops of a flow: their steps, and between these validation, checkpoints, recovery, signals."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Loops:
 
     @property
     def row(self) -> int:
-        """The metric files' number of the step under way, or of the validation before the first."""
+        """Return the metric files' number of the step under way, or of the validation before the first."""
         step = self.position.step if self.position.loop == self._current else 0
         return self._before + step
 
@@ -190,7 +190,7 @@ class Loops:
 
     @property
     def _unsaved(self) -> bool:
-        """Whether steps are done that no checkpoint has."""
+        """Tell whether steps are done that no checkpoint has."""
         return self.position.step > 0 and self._checkpoints.position != self.position
 
     def _keep(self) -> None:

@@ -1,4 +1,4 @@
-"""Handling of updates whose loss or gradient was not finite: `trainer.on_nonfinite`. The actor has left them out."""
+"""Decides what follows updates that the actor left out, as loss or gradient was not finite: `trainer.on_nonfinite`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run: roles join it, it goes through steps, and it saves, resumes, validates and reports, whatever a flow trains."""
+"""Runs a flow, whatever it trains: roles join the run, which makes steps, saves, resumes, validates and reports."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class Run:
 
     @contextmanager
     def phase(self, phase: Phase | str) -> Iterator[None]:
-        """Time a part of a step, and take off the GPU what it has no use for.
+        """Time a part of a step, and take off the GPU what this part has no use for.
 
         Args:
             phase: one of the program's, or a name of the flow's own.
@@ -201,7 +201,7 @@ class Run:
 
     @property
     def on_finished(self) -> OnFinished | None:
-        """Scores a response while others are being generated, for `Generation.rollouts`; None: nothing does.
+        """Return what scores a response while others are generated, for `Generation.rollouts`; None: nothing does.
 
         Episodes are scored when they are over: see `score_episodes`.
         """
@@ -236,22 +236,22 @@ class Run:
 
     @property
     def position(self) -> Position:
-        """The position of the last step that is done, or of the one under way."""
+        """Return the position of the last step that is done, or of the one under way."""
         return self._loops.position
 
     @property
     def is_first_step(self) -> bool:
-        """Whether the step under way is the first of its loop in this process."""
+        """Tell whether the step under way is the first of its loop in this process."""
         return self._loops.is_first_step
 
     @property
     def row(self) -> int:
-        """The metric files' number of the step under way, or of the validation before the first."""
+        """Return the metric files' number of the step under way, or of the validation before the first."""
         return self._loops.row
 
     @property
     def checks_agreement(self) -> bool:
-        """Whether ranks and engine are compared in the step under way: `trainer.agreement_freq`."""
+        """Tell whether ranks and engine are compared in the step under way: `trainer.agreement_freq`."""
         every = self.config.trainer.agreement_freq
         return every > 0 and (self.is_first_step or self.position.step % every == 0)
 

@@ -1,4 +1,4 @@
-"""A run on one rank: join the others, train, leave."""
+"""Does the run on one rank: joins the others, trains, leaves."""
 
 from __future__ import annotations
 
