@@ -1,1 +1,1 @@
-"""From files to token ids, batches and micro-batches."""
+"""Turns files of rows into token ids, batches and micro-batches."""

@@ -1,4 +1,4 @@
-"""Rows of Arrow files, as `datasets` writes them with `save_to_disk`. Torch-free."""
+"""Reads the rows of Arrow files, as `datasets` writes them with `save_to_disk`. Torch-free."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _CURES = dict.fromkeys(
 
 
 def arrow_batches(file: DataFile, what: str, most: int) -> Iterator[pyarrow.RecordBatch]:
-    """An Arrow file's rows, in its stream or its file format, at most so many at a time. Every place of a text in it is
-    looked at before it is used.
+    """Yield the rows of an Arrow file, in its stream or its file format, at most `most` at a time. Every offset of a
+    text is checked before it is used.
 
     Raises:
-        ValueError: a file that is none, is compressed, or has columns whose values take far more memory than the file.
+        ValueError: it is no Arrow file, is compressed, or has columns whose values take far more memory than the file.
     """
     import pyarrow
     from pyarrow import ipc
@@ -64,7 +64,7 @@ def arrow_batches(file: DataFile, what: str, most: int) -> Iterator[pyarrow.Reco
 
 
 def _file_messages(f: Any) -> Iterator[Any]:
-    """The record batches of the file format, as its footer lists them: not every writer begins with a whole message."""
+    """Yield the record batches that the footer lists: not every writer begins the file with a whole message."""
     from pyarrow import ipc
 
     f.seek(-_END.size, os.SEEK_END)
@@ -84,7 +84,7 @@ def _file_messages(f: Any) -> Iterator[Any]:
 
 
 def _fields(of: Any) -> Iterator[int]:
-    """1 for every column, and for every field and element within; raises ValueError for types that multiply bytes."""
+    """Yield 1 for every column, field and type of elements; raises ValueError for types that multiply bytes."""
     from pyarrow import types
 
     for field in of:
@@ -110,7 +110,7 @@ def _is_text(kind: Any) -> bool:
 
 
 def _check_lists(array: Any, *, of_list: bool = False) -> None:
-    """Raises ValueError for lists of elements that have no bytes, of which there could be any number."""
+    """Raise ValueError for lists whose elements take no bytes: there could be any number of them."""
     from pyarrow import types
 
     kind = array.type
@@ -127,7 +127,7 @@ def _check_lists(array: Any, *, of_list: bool = False) -> None:
 
 
 def _is_compressed(metadata: bytes) -> bool:
-    """Whether the buffers of a record batch are: field 3 of field 2 of the flatbuffer that describes it."""
+    """Tell whether a record batch has compressed buffers: field 3 of field 2 of the flatbuffer that describes it."""
     at = _table_at(metadata, 0)
     header = _field_at(metadata, at, 2)
     return header != 0 and _field_at(metadata, _table_at(metadata, header), 3) != 0

@@ -29,7 +29,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the assistant says, for others; the text is the same without it."""
+    """Parses `{% generation %}`, which marks the assistant's text for other programs and leaves the text as it is."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -82,7 +82,7 @@ def _compiled(template: str) -> jinja2.Template:
 
 
 def render(template: str, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
-    """The text of a conversation; raises what the template raises."""
+    """Write the text of a conversation; raises what the template raises."""
     completed = []
     for message in messages:
         reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)

@@ -59,8 +59,8 @@ def conversation_ids(
 
     Args:
         source: of the row, for messages.
-        ended: whether the reply ended by itself. Behind one that was cut off there is nothing: no end token that the
-            model could take it for finished by.
+        ended: whether the reply ended by itself. A reply that was cut off gets no end token, which would say that it is
+            finished.
 
     Raises:
         ValueError: the template refuses the messages.

@@ -25,12 +25,12 @@ def load_curriculum(name: str) -> Callable[[int, Sequence[Mapping[str, Any]]], A
 
 
 def easy_first(difficulty: Any) -> Order:
-    """Order rows by rising difficulty; those of the same in the order that they would have had."""
+    """Order rows by rising difficulty; rows of the same difficulty stay in the order that they would have had."""
     return lambda epoch, usual: usual[np.argsort(difficulty[usual], kind="stable")]
 
 
 def as_asked(name: str, rows: Sequence[Mapping[str, Any]]) -> Order:
-    """Order rows as the function does that `data.curriculum` names."""
+    """Order rows by the function that `data.curriculum` names."""
     function = load_curriculum(name)
     assert function is not None
 
@@ -51,7 +51,7 @@ def as_asked(name: str, rows: Sequence[Mapping[str, Any]]) -> Order:
 
 
 class Columns(Sequence[Mapping[str, Any]]):
-    """The columns of rows that are read when they are asked for."""
+    """Reads the columns of rows when they are asked for."""
 
     def __init__(self, read: Callable[[int], Mapping[str, Any]], count: int) -> None:
         self._read, self._count = read, count

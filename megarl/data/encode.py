@@ -15,14 +15,14 @@ USUAL_ROLES = ("system", "user", "assistant")
 
 
 class Conversation(NamedTuple):
-    """A prompt for the chat template: messages, and the tools that its row offers."""
+    """Holds a prompt for the chat template: messages, and the tools that its row offers."""
 
     messages: list[Message]
     tools: list[Message]
 
 
 class TooLong(ValueError):
-    """A row is too long; `data.filter_overlong_prompts` drops it instead."""
+    """Raised for a row that is too long; `data.filter_overlong_prompts` drops it instead."""
 
 
 def encode_text(text: str, source: str, tokenizer: Tokenizer) -> list[int]:
@@ -58,8 +58,8 @@ def check_nothing_is_left_out(
 ) -> None:
     """Raise ValueError where the template drops tools, tool calls, or messages of other roles than the usual three.
 
-    Templates know what they know: one for chats writes a call of a tool as nothing, and the model would learn to answer
-    nothing. So words that stand for what the messages hold are looked for in what it writes.
+    A template may not know tools: one for chats writes a tool call as nothing, and the model would learn to answer
+    nothing. So probe words are put in place of what the messages hold, and are looked for in the template's text.
     """
     if not tools and all(message["role"] in USUAL_ROLES and "tool_calls" not in message for message in messages):
         return
@@ -127,7 +127,7 @@ def usable_ids(ids: Sequence[int], source: str, data: DataConfig) -> tuple[int, 
 
 
 def special_remark(what: str, rows: int, seen: int, data: DataConfig) -> tuple[str, ...]:
-    """Remark on rows whose texts spell special tokens, for the start of the run; empty if there are none."""
+    """Write the remark on rows whose texts spell special tokens, for the start of the run; empty if there are none."""
     if not rows:
         return ()
     become = "become these tokens" if data.read_special_tokens else "stay text, unless data.read_special_tokens=true"

@@ -22,7 +22,7 @@ def batch_of_examples(examples: Sequence[Example]) -> Batch:
 
 
 def mismatched(batch: Batch) -> Batch:
-    """Put each answer behind the next sequence's prompt, the last behind the first's: nobody gave it to that one.
+    """Put each answer behind the next sequence's prompt, the last behind the first prompt: pairs that no row has.
 
     Args:
         batch: sequences of a prompt and its answer.

@@ -31,7 +31,7 @@ from megarl.data.scan import FIELDS, Placed, Scan, Scanned, as_json, finder_of, 
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleScan(Scan):
-    """The rules that rows with answers are tokenised by, or looked at by.
+    """Holds the rules that rows with answers are tokenised by, or looked at by.
 
     Attributes:
         format: of the rows.
@@ -53,14 +53,14 @@ class ExampleScan(Scan):
 
     @property
     def settings(self) -> list[object]:
-        """Holds what an index depends on beside files and the tokenizer."""
+        """Return what an index depends on beside files and the tokenizer."""
         names = (*_TEXTS, "margin_key", "label_key", "max_prompt_length", "max_response_length",
                  "filter_overlong_prompts", "truncation", "read_special_tokens")  # fmt: skip
         return [self.format, [[name, getattr(self.data, name)] for name in names], self.drawn]
 
     @cached_property
     def looks(self) -> RowLooks:
-        """Looks at rows without tokenising them."""
+        """Make the `RowLooks`, which looks at rows without tokenising them."""
         return RowLooks(self.format, self.data, self.tokenizer)
 
     def settle(self, scanned: Scanned) -> None:
@@ -83,7 +83,7 @@ class ExampleScan(Scan):
         return out
 
     def _look_at(self, placed: Placed, out: Scanned, kept: _Kept) -> None:
-        """Note where a row lies that is tokenised when it is drawn."""
+        """Note where a row lies, to be tokenised when it is drawn."""
         written = as_json(placed.row.columns)
         spells = bool(self._may_spell(written)) and self._spells_special_token(placed.row)
         out.special += spells
@@ -117,7 +117,7 @@ class ExampleScan(Scan):
 
     @cached_property
     def _may_spell(self) -> Callable[[str], object]:
-        """Whether columns, as JSON, hold a special token in a text; or elsewhere."""
+        """Return a function that tells whether columns, as JSON, spell a special token, in a text or elsewhere."""
         return finder_of(json.dumps(name)[1:-1] for name in self.special_tokens)
 
     def _spells_special_token(self, row: Row) -> bool:
@@ -172,7 +172,7 @@ def _numbers_of(example: Example) -> Iterator[int]:
 
 
 def _prompt_digest(example: Example) -> int:
-    """`FIELDS.prompt` of an example, from what stands for its sequences."""
+    """Compute `FIELDS.prompt` of an example from its sequences, or from what stands for them."""
     return number_of(repr(example.sequences).encode())
 
 

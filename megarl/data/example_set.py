@@ -1,4 +1,4 @@
-"""The examples of a run: tokenised once, mapped by all ranks; of large files, tokenised when they are drawn."""
+"""Holds the examples of a run: tokenised once, mapped by all ranks; of large files, tokenised when they are drawn."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def load_examples(
 
 
 class ExampleSet(RowSet[Example]):
-    """The examples of some files, in their order. Only those that are drawn become Python objects.
+    """Holds the examples of some files, in their order. Only those that are drawn become Python objects.
 
     Attributes:
         drawn: they are tokenised when they are drawn, so that some may be too long, which `fits` tells.
@@ -118,7 +118,7 @@ class ExampleSet(RowSet[Example]):
 
     @property
     def longest(self) -> Example:
-        """The first of those that have the most tokens; nobody knows it of rows that are tokenised when drawn."""
+        """Return the first example of the most tokens; it is unknown for rows that are tokenised when drawn."""
         assert not self.drawn
         return self[int(np.argmax(self._index.rows["size"]))]
 
@@ -175,7 +175,7 @@ class ExampleSet(RowSet[Example]):
 
 
 def fits_of(examples: Sequence[Example]) -> Fits | None:
-    """Return what tells a sampler which examples are not too long; None if none of them is."""
+    """Return the function that tells a sampler which examples are not too long; None if all were checked before."""
     if not isinstance(examples, ExampleSet) or not examples.drawn:
         return None
     return lambda rows: list(map(examples.fits, rows))
@@ -212,7 +212,7 @@ def _remarks(index: Index, rules: ExampleScan) -> tuple[str, ...]:
 
 
 def _nothing_to_learn(index: Index, rules: ExampleScan) -> tuple[str, ...]:
-    """Remark on rows that teach nothing, of a format whose rows only together teach something."""
+    """Write the remark on pairs with the same answer twice, or on labels that are all the same: they teach nothing."""
     if index.same:
         return (f"remark: {rules.what}: in {index.same} of {len(index.rows)} pairs chosen and rejected are the same",)
     labels = np.unique(index.rows["value"]).tolist() if rules.format == "judged" else []

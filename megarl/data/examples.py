@@ -12,7 +12,7 @@ with its answer has two."""
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """Sequences that one row of the data teaches.
+    """Holds the sequences that one row of the data teaches.
 
     Attributes:
         sequences: one, or two: the chosen first, then the rejected. Each begins with a turn of one token or more that
@@ -27,11 +27,11 @@ class Example:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all its sequences."""
+        """Count the tokens of all sequences."""
         return sum(len(turn) for turns in self.sequences for turn in turns)
 
     @property
     def contents(self) -> bytes:
-        """List what digests are of: token ids, pairs and label; of one prompt and answer the ids alone."""
+        """Return what a digest covers: token ids, pairs and label; of one prompt and answer the ids alone."""
         first, *more = self.sequences
         return json.dumps([*self.sequences, self.label] if more or self.label else first).encode()

@@ -26,15 +26,15 @@ _FORMS = ".jsonl, .json, .csv, .ndjson (also .gz or .zst of these), .parquet and
 
 @dataclass(frozen=True, kw_only=True)
 class DataFile:
-    """A file of rows, as it is now.
+    """Describes a file of rows, as it is now.
 
     Attributes:
         name: what people call it: the path, or "s3://bucket/train.parquet".
         place: the path, or the URI with what else is in it, such as a key that nobody should read.
         entry: which entry of the list named it, from 0.
         size: bytes.
-        changed: nanoseconds since 1970, of the content and of the file's entry: what is copied over another file with
-            its time (`rsync -t`) has the same content's time, and another one of its entry.
+        changed: nanoseconds since 1970, of the content (mtime) and of the file's entry (ctime): a file that is copied
+            over this one with its time (`rsync -t`) may have the same mtime, and has another ctime.
         remote: it has to be fetched before rows can be read one by one.
         packing: "gzip" or "zstd", of a file of text.
     """
@@ -49,7 +49,7 @@ class DataFile:
     packing: str = ""
 
     def open(self) -> BinaryIO:
-        """Open it for reading from its beginning; raises OSError or pyarrow's errors."""
+        """Open the file for reading from its beginning; raises OSError or pyarrow's errors."""
         if not self.remote:
             return open(self.place, "rb")
         store, path = _store(self.place)
@@ -64,13 +64,13 @@ class DataFile:
 
 
 def stem_of(name: str) -> str:
-    """ "train" of "data/train.jsonl.gz"."""
+    """Return a file's name without folders and extensions: "train" of "data/train.jsonl.gz"."""
     path = PurePosixPath(name)
     return PurePosixPath(path.stem).stem if path.suffix in _PACKINGS else path.stem
 
 
 def row_prefix(name: str) -> str:
-    """Give what stands before a row's number in messages: "train.jsonl:" (17, the line), "train.csv row " (17)."""
+    """Return the text before a row's number in messages: "train.jsonl:" (17, the line), "train.csv row " (17)."""
     kind, _ = _form_of(name)
     return f"{name}:" if kind in (None, "jsonl") else f"{name} row "
 
@@ -170,7 +170,7 @@ def _files_in(folder: str, what: str) -> list[str]:
 
 
 def _remote_matches(pattern: str, what: str) -> list[str]:
-    """List URIs; without a wildcard the pattern itself, whether there is such a file or not."""
+    """List the URIs that a pattern matches; without a wildcard the pattern itself, though there may be no such file."""
     if not any(c in pattern for c in "*["):
         return [pattern]
     uri, _, query = pattern.partition("?")

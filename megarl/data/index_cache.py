@@ -43,7 +43,7 @@ def index_of(
 
 
 def _cached(sources: list[DataFile], rules: Scan, tokenizer: Tokenizer, tokenizer_key: str) -> Index:
-    """Open the index in the cache, where it is put first if it is not there."""
+    """Open the index in the cache; make it first if it is not there."""
 
     def make(folder: Path, progress: Progress) -> dict[str, object]:
         return meta_of_index(make_index(sources, rules, tokenizer, folder, progress))

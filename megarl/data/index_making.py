@@ -40,7 +40,7 @@ SAY_EVERY_SECONDS = 10.0
 
 
 class TooLarge(ValueError):
-    """Rows that must be in a folder."""
+    """Raised for rows that are too large for memory and must be in a folder."""
 
 
 def make_index(
@@ -53,8 +53,8 @@ def make_index(
 
     Raises:
         TooLarge: without a folder, the rows of a file come to more than `HELD_BYTES`.
-        ValueError: the first row that cannot be used; a file that is none.
-        OSError: the folder cannot hold it.
+        ValueError: the first row that cannot be used; a file that is malformed.
+        OSError: the folder cannot hold the index.
     """
     making = _Making(rules, tokenizer, folder, progress)
     if folder is not None:
@@ -67,7 +67,7 @@ def make_index(
 
 
 class _Making:
-    """An index that grows, stretch by stretch."""
+    """Builds an index, stretch by stretch."""
 
     def __init__(self, rules: Scan, tokenizer: Tokenizer, folder: Path | None, progress: Progress) -> None:
         self._rules, self._folder, self._progress = rules, folder, progress
@@ -81,7 +81,7 @@ class _Making:
         self._last_line, self._hint = time.monotonic(), f"; {rules.hint}" if rules.hint else ""
 
     def stretches(self, files: list[DataFile]) -> Iterator[Stretch]:
-        """Divide the files, in order; what has to be fetched or converted is so on the way."""
+        """Divide the files into stretches, in order; fetch and convert files on the way, where they have to be."""
         self._total = sum(file.size for file in files)
         if not files:
             assert self._folder is not None
@@ -98,7 +98,7 @@ class _Making:
                 raise ValueError(f"{self._rules.what}: '{file.name}' changed while it was read; start again")
 
     def add(self, results: Iterable[Scanned]) -> None:
-        """Take in what each stretch holds, in order."""
+        """Add the rows of each stretch to the index, in order."""
         for number, scanned in enumerate(results):
             file, size = self._stretches[number]
             rows, seen = scanned.rows, self._index.seen
@@ -151,7 +151,7 @@ class _Making:
             self._contents.update(scanned.contents)
 
     def _forget_rows(self) -> None:
-        """Leave out what rows would be read from again."""
+        """Drop the paths and copies that rows would be read from again."""
         for number, (name, entry, kind, _) in enumerate(self._index.files):
             self._index.files[number] = name, entry, kind, ""
         for path in [] if self._folder is None else self._folder.iterdir():
@@ -159,7 +159,7 @@ class _Making:
                 path.unlink()
 
     def _settle(self, prompts: list[Unsettled], rows: Any) -> Any:
-        """Store the tokens of what had to be tokenised; return which rows are kept."""
+        """Store the tokens of prompts that had to be tokenised; return which rows are kept."""
         kept = np.ones(len(rows), bool)
         for prompt, tokens in self._settler.settle(prompts):
             if tokens is None:
@@ -188,7 +188,7 @@ class _Making:
             raise ValueError(f"{self._rules.what}: '{name}' cannot be read: {e.strerror}") from e
 
     def _as_jsonl(self, file: DataFile) -> str | bytes:
-        """A file's rows as lines of JSON, in the folder or in memory."""
+        """Write a file's rows as lines of JSON, to the folder or to memory; return the path or the bytes."""
         lines = json_lines(file, self._rules.what)
         if self._folder is None:
             return b"".join(self._held(lines, file, len))
@@ -251,10 +251,10 @@ class _Making:
 
 
 def _stretches(f: BinaryIO, prefix: str, what: str) -> Iterator[tuple[int, int, int]]:
-    """(first byte, byte behind the last, number of the first line) of parts that end with a line.
+    """Yield (first byte, byte behind the last, number of the first line) of parts that end with a line.
 
     Raises:
-        ValueError: a line that is too long, which a part would be as long as.
+        ValueError: a line is too long, and so would be its part.
     """
     start, at, line = 0, 0, 1
     while block := f.read(STRETCH_BYTES):
@@ -314,7 +314,7 @@ def _digest(rows: Any, rules: Scan) -> str:
 
 
 def _rewritten(rows: np.memmap[Any, Any], kept: Any) -> Any:
-    """Put some rows of a mapped file in its place."""
+    """Replace a mapped file by some of its rows."""
     name, step = str(rows.filename), 2**16
     with open(f"{name}.kept", "wb") as out:
         for i in range(0, len(rows), step):

@@ -64,7 +64,7 @@ def too_long(source: str, what: str) -> ValueError:
 
 
 def buffered(file: DataFile, size: int) -> BinaryIO:
-    """Open a file for reading little by little, as what a store gives cannot do by itself; see `DataFile.open`."""
+    """Open a file for buffered reading, which what a store gives cannot do by itself; see `DataFile.open`."""
     opened = file.open()
     return io.BufferedReader(cast(io.RawIOBase, opened), size) if file.remote else opened
 
@@ -86,7 +86,7 @@ def _of_jsonl(f: BinaryIO, name: str, what: str) -> Iterator[bytes]:
 
 
 def _of_json(f: BinaryIO, name: str, what: str) -> Iterator[bytes]:
-    """Cut an array of objects, of {"data": such an array}, or objects one after the other."""
+    """Yield the objects of an array, of {"data": such an array}, or of a file with one object after the other."""
     text, number = _Text(f), 0
     ends = ""
     if text.next() == "[":
@@ -105,7 +105,7 @@ def _of_json(f: BinaryIO, name: str, what: str) -> Iterator[bytes]:
 
 
 class _Text:
-    """A file's text, of which a part is in memory: from a place before `at` to one behind it."""
+    """Reads a file's text, of which a part is in memory: from a place before `at` to one behind it."""
 
     def __init__(self, f: BinaryIO) -> None:
         self._f, self._decode = f, codecs.getincrementaldecoder("utf-8-sig")().decode
@@ -113,7 +113,7 @@ class _Text:
         self.text, self.at, self._ended = "", 0, False
 
     def next(self) -> str:
-        """Find the next character that is no blank, which is at `at` then; empty at the end."""
+        """Move `at` to the next character that is no blank, and return the character; empty at the end."""
         while True:
             blanks = _BLANKS.match(self.text, self.at)
             assert blanks is not None
@@ -123,13 +123,13 @@ class _Text:
             self._more()
 
     def skip(self, character: str, place: str) -> None:
-        """Go on behind a character; raises ValueError if another one is next."""
+        """Move `at` behind a character; raises ValueError if another one is next."""
         if (following := self.next()) != character:
             raise ValueError(f"{place} is followed by {following!r} instead of {character!r}")
         self.at += 1
 
     def value(self, source: str, what: str) -> str:
-        """Cut out the text of the JSON value that is next; raises ValueError for what is none, or is too long."""
+        """Cut out the text of the JSON value that is next; raises ValueError if it is no JSON, or is too long."""
         self.next()
         while True:
             try:
@@ -147,7 +147,7 @@ class _Text:
             return value
 
     def _more(self) -> None:
-        """Read as much as there is in memory, so that a long value is not looked at once for every block."""
+        """Read as much again as is in memory, so that a long value is not parsed once for every block."""
         block = self._f.read(max(BLOCK, len(self.text) - self.at))
         self.text, self.at = self.text[self.at :] + self._decode(block, not block), 0
         self._ended = not block

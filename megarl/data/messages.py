@@ -13,12 +13,12 @@ _LOST = ("function_call", "audio")  # what would be left out of the text without
 
 
 def are_messages(value: object) -> bool:
-    """Whether it is a list of messages, not of anything else; `read_messages` says whether they can be read."""
+    """Tell whether a value is a list of messages and nothing else; `read_messages` says whether they can be read."""
     return isinstance(value, list) and len(value) > 0 and all(isinstance(m, dict) and "role" in m for m in value)
 
 
 def read_messages(messages: Messages, source: str) -> list[Message]:
-    """Read messages, with their texts as strings and a tool call's arguments as an object. What is read once stays.
+    """Read messages, with their texts as strings and a tool call's arguments as an object; such ones stay as they are.
 
     Parts of text are joined; content may be missing beside tool calls; fields that are null, as Parquet fills them in,
     and those that hold no text are left out.

@@ -1,4 +1,4 @@
-"""Batches from several files, each with its share; resumable."""
+"""Draws batches from several files, each with its share; resumable."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.data.prompt_sampler import PromptSampler
 
 
 class MixtureSampler(PromptSampler):
-    """Batches of row positions, of which every file has its share at any time, to within one row.
+    """Draws batches of row positions, of which every file has its share at any time, to within one row.
 
     The next row is of the file that is furthest behind its share of all rows so far; with weights 3 and 1 the files are
     drawn as 0 0 1 0, 0 0 1 0, ... Each file is gone through in orders of its own, and begins anew when its rows have

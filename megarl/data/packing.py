@@ -22,7 +22,7 @@ class SharedPrompts:
     """Says which sequences begin with the same prompt, which a micro-batch that has several of them computes once.
 
     Attributes:
-        numbers: of each sequence's prompt, the same for equal ones of a length.
+        numbers: one for each sequence's prompt, the same for equal prompts of equal length.
         tokens: of each sequence's prompt; 0: it shares none.
     """
 
@@ -37,7 +37,7 @@ class SharedPrompts:
         return [i for members in of_prompt.values() for i in members]
 
     def pieces(self, sequences: Sequence[int], lengths: Sequence[int], most: int) -> MicroBatches:
-        """Put sequences with the same prompt together, as many as have `most` tokens with it."""
+        """Put sequences with the same prompt together, up to `most` tokens with the prompt counted once."""
         pieces: MicroBatches = []
         tokens = 0
         for i in self.in_order(sequences):
@@ -55,12 +55,12 @@ class SharedPrompts:
         return sum(lengths[i] for i in sequences) - self.saved(sequences)[0]
 
     def saved(self, sequences: Sequence[int]) -> tuple[int, int]:
-        """Count what a micro-batch of these sequences computes less: tokens, and the sum of squares of prompts."""
+        """Count what a micro-batch of these sequences saves: tokens, and the sum of squares of prompts."""
         again = [self._again(before, i) for before, i in pairwise(sequences)]
         return sum(again), sum(n * n for n in again)
 
     def _again(self, before: int, sequence: int) -> int:
-        """Count the tokens of a sequence's prompt that its neighbour has."""
+        """Count the tokens of a sequence's prompt that the sequence before it has too."""
         same = self.numbers[before] == self.numbers[sequence] and self.tokens[before] == self.tokens[sequence]
         return self.tokens[sequence] if same else 0
 
@@ -191,7 +191,7 @@ def pack_by_count(
     The other arguments are those of `pack_by_tokens`.
 
     Raises:
-        ValueError: fewer than `together`.
+        ValueError: `micro_batch_size` is less than `together`.
     """
     if micro_batch_size < together:
         raise ValueError(f"ppo_micro_batch_size_per_gpu = {micro_batch_size} is less than the {together} of a pair")
@@ -208,7 +208,7 @@ def pack_by_count(
 
 
 def _units(lengths: Sequence[int], together: int) -> Sequence[int]:
-    """Tokens of each run of `together` neighbours."""
+    """Count the tokens of each run of `together` neighbours."""
     return [sum(lengths[i : i + together]) for i in range(0, len(lengths), together)]
 
 
@@ -217,7 +217,7 @@ def _unit_indices(sequences: Sequence[int], together: int) -> list[int]:
 
 
 def _sequences_of(plan: Plan, together: int) -> Plan:
-    """Turn a plan of such runs into one of their sequences: with 2 together [1, 4] becomes [2, 3, 8, 9]."""
+    """Turn a plan of runs of neighbours into one of their sequences: with 2 together [1, 4] becomes [2, 3, 8, 9]."""
 
     def expanded(units: Sequence[int]) -> list[int]:
         return [unit * together + k for unit in units for k in range(together)]

@@ -1,7 +1,7 @@
 """Measures how much memory the pages of a parquet file ask for, by their own headers. Torch-free.
 
-A dictionary's entry may stand in many rows, and a page may be compressed to nearly nothing: what a file has on the disk
-says little of what it takes.
+A dictionary's entry may stand in many rows, and a page may be compressed to nearly nothing: a file's size on the disk
+says little of the memory that its rows take.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOST_BYTES = 2**30
 
 
 class _Page(NamedTuple):
-    """Attributes: `dictionary`, `size` in bytes when it is unpacked, `values`: those of its rows."""
+    """Describes a page: whether it is a dictionary, its size in bytes when it is unpacked, the number of its values."""
 
     dictionary: bool
     size: int
@@ -67,7 +67,7 @@ def rows_at_a_time(f: BinaryIO, group: parquet.RowGroupMetaData, most: int, *, w
 
 
 def _start(column: parquet.ColumnChunkMetaData) -> int:
-    """Return the byte where Arrow begins to read."""
+    """Return the byte where Arrow begins to read a column."""
     first, dictionary = column.data_page_offset, column.dictionary_page_offset or 0
     return int(dictionary if 0 < dictionary < first else first)
 

@@ -10,14 +10,14 @@ _HALF = "\ufffd"  # what decoding makes of a part of a character
 
 
 class Pieces:
-    """Looks each token of a vocabulary up once."""
+    """Decodes single tokens, and looks each token of a vocabulary up once."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer, self._known = tokenizer, dict[int, str]()
         self._before: tuple[list[int], str] | None = None
 
     def of(self, ids: Sequence[int]) -> list[str]:
-        """Return a text for each token: a special one's as the vocabulary spells it.
+        """Return a text for each token: a special token's as the vocabulary spells it.
 
         The text of a character that several tokens make up is the first one's, and the others have none: the bytes
         E2, 82, AC give "€", "", "".
@@ -39,7 +39,7 @@ class Pieces:
         return piece
 
     def _after_another(self, ids: Sequence[int]) -> str:
-        """The text that tokens add to one before them: alone, a word's would lose its space."""
+        """Return the text that tokens add to a token before them: alone, a word's token would lose its space."""
         if self._before is None:
             ids_before = self.tokenizer.encode("a")[-1:]
             self._before = ids_before, self.tokenizer.decode(ids_before)

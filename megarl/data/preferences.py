@@ -1,4 +1,4 @@
-"""Rows with a better and a worse answer to the same prompt."""
+"""Tokenises rows with a better and a worse answer to the same prompt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarl.data.tools import tools_of
 
 
 def preference(row: Row, data: DataConfig, tokenizer: Tokenizer) -> Example:
-    """A pair, the chosen answer first, labelled with its margin (0 without `data.margin_key`).
+    """Tokenise a pair of answers, the chosen one first, labelled with its margin (0 without `data.margin_key`).
 
     The answers are text behind the row's prompt; or conversations that differ in their last message alone, as
     UltraFeedback has them; or that message alone, behind a prompt that is a conversation.

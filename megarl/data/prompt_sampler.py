@@ -27,7 +27,7 @@ Fits = Callable[[Sequence[int]], Sequence[bool]]
 
 
 class PromptSampler:
-    """Batches of row positions, epoch after epoch; the rows left over at the end of an epoch are not used.
+    """Draws batches of row positions, epoch after epoch; the rows left over at the end of an epoch are not used.
 
     The order is a function of (seed, epoch) alone, so epoch and position are the whole state of the same rows.
 
@@ -42,7 +42,7 @@ class PromptSampler:
         called: of `n_rows` and `batch_size`, for messages: the key, and its part of a run; default those of training.
 
     Raises:
-        ValueError: not even one batch.
+        ValueError: fewer rows than a batch.
     """
 
     def __init__(

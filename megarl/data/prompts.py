@@ -1,4 +1,4 @@
-"""The prompts of a run: rows that lie on disk, one of which is an object while it is used."""
+"""Holds the prompts of a run: rows that lie on disk, each of which is an object only while it is used."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def load_prompts(
 
 
 class PromptSet(RowSet[Prompt]):
-    """The prompts of some files, in their order. Only the rows that are drawn become Python objects."""
+    """Holds the prompts of some files, in their order. Only the rows that are drawn become Python objects."""
 
     def __init__(self, index: Index, rules: Scan, tokenizer: Tokenizer) -> None:
         super().__init__(index, _remarks(index, rules))
@@ -87,17 +87,17 @@ class PromptSet(RowSet[Prompt]):
 
     @property
     def checked_for(self) -> Scorers:
-        """The scorers that can score responses to all of them."""
+        """Return the scorers that can score responses to all prompts."""
         return self._rules.scorers
 
     @property
     def sources(self) -> set[str]:
-        """Their data sources."""
+        """Return the data sources of the prompts."""
         return self._index.sources
 
     @property
     def sizes(self) -> list[int]:
-        """Rows of each entry of data.train_files."""
+        """Count the rows of each entry of data.train_files."""
         entries = np.array([entry for _, entry, _, _ in self._index.files])
         counts = np.bincount(self._index.rows["file"], minlength=len(entries))
         sizes: list[int] = np.bincount(entries, counts, len(self._data.train_files)).astype(int).tolist()
@@ -105,7 +105,7 @@ class PromptSet(RowSet[Prompt]):
 
     @property
     def difficulty(self) -> Any:
-        """[N] float64: the column that `data.curriculum` names."""
+        """Return the column that `data.curriculum` names, [N] float64."""
         return self._index.rows["value"]
 
     def _row(self, fields: Any) -> Row:

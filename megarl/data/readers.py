@@ -22,7 +22,7 @@ BATCH_ROWS = 1024
 
 
 class Row(NamedTuple):
-    """A row of a file.
+    """Holds a row of a file.
 
     Attributes:
         source: where it is, counted from 1: "train.jsonl:17", "train.parquet row 17".
@@ -52,7 +52,7 @@ def iterate_rows(patterns: Sequence[str], what: str) -> Iterator[Row]:
 
 
 def has(columns: Mapping[str, Any], key: str) -> bool:
-    """Whether there is such a column, or, for "reward_model.ground_truth", such a field of one."""
+    """Tell whether columns have a column of that name, or, for "reward_model.ground_truth", such a field of one."""
     if key in columns:
         return True
     name, dot, rest = key.partition(".")
@@ -61,7 +61,7 @@ def has(columns: Mapping[str, Any], key: str) -> bool:
 
 
 def value_at(columns: Mapping[str, Any], key: str) -> Any:
-    """Return the value there; raises KeyError unless `has`."""
+    """Return the value of a column, or of a field of one; raises KeyError unless `has`."""
     if key in columns:
         return columns[key]
     name, _, rest = key.partition(".")
@@ -69,7 +69,7 @@ def value_at(columns: Mapping[str, Any], key: str) -> Any:
 
 
 def value_or_none(columns: Mapping[str, Any], key: str) -> Any:
-    """Return the value there; None unless `has`."""
+    """Return the value of a column, or of a field of one; None unless `has`."""
     return value_at(columns, key) if has(columns, key) else None
 
 
@@ -112,13 +112,13 @@ def parse(line: bytes, source: str, what: str) -> dict[str, Any]:
 
 
 def _deeper(value: Any, levels: int) -> bool:
-    """Whether a value of JSON is nested more deeply."""
+    """Tell whether a value of JSON is nested more deeply than `levels`."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return levels == 0 or any(isinstance(part, list | dict) and _deeper(part, levels - 1) for part in parts)
 
 
 def is_table(file: DataFile) -> bool:
-    """Whether its columns have types; else it is text."""
+    """Tell whether the columns of a file have types; else it is a file of text."""
     return file.kind in ("parquet", "arrow")
 
 
@@ -128,10 +128,10 @@ def table_batches(file: DataFile, what: str) -> Iterator[pyarrow.RecordBatch]:
 
 
 def _parquet_batches(file: DataFile, what: str) -> Iterator[pyarrow.RecordBatch]:
-    """A parquet file's rows without dictionaries, `BATCH_ROWS` at a time, or fewer where these could be large.
+    """Yield a parquet file's rows without dictionaries, `BATCH_ROWS` at a time, or fewer where these could be large.
 
     Raises:
-        ValueError: a file that is none, or whose rows come to far more than it has.
+        ValueError: the file is no parquet file, or its rows come to far more bytes than it has.
     """
     import pyarrow
     from pyarrow import parquet
@@ -156,7 +156,7 @@ def _parquet_batches(file: DataFile, what: str) -> Iterator[pyarrow.RecordBatch]
 
 
 def _plain(batch: pyarrow.RecordBatch) -> pyarrow.RecordBatch:
-    """Without dictionaries, which an Arrow file could not change between its batches."""
+    """Decode the dictionaries of a batch, which an Arrow file could not change between its batches."""
     import pyarrow
 
     columns = [c.dictionary_decode() if pyarrow.types.is_dictionary(c.type) else c for c in batch.columns]
@@ -164,7 +164,7 @@ def _plain(batch: pyarrow.RecordBatch) -> pyarrow.RecordBatch:
 
 
 def rows_of_file(file: DataFile, what: str) -> Iterator[Row]:
-    """Its rows, one after the other; raises ValueError for a file that is malformed."""
+    """Yield the rows of a file, one after the other; raises ValueError for a file that is malformed."""
     if is_table(file):
         rows = (columns for batch in table_batches(file, what) for columns in batch.to_pylist())
         yield from (Row(f"{file.name} row {number}", columns) for number, columns in enumerate(rows, start=1))

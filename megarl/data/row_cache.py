@@ -35,7 +35,7 @@ Progress = Callable[[], None]
 
 
 def cache_folder(configured: str) -> Path:
-    """`data.cache_dir`, or the user's cache folder: it outlives the run's folder, and other runs read the same rows."""
+    """Return `data.cache_dir`, or the user's cache folder: it outlives the run's, and other runs read the same rows."""
     if configured:
         return Path(configured)
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
@@ -68,7 +68,7 @@ def entry(folder: Path, key: str, what: str, make: Callable[[Path, Progress], di
 
 
 def meta_of(folder: Path) -> dict[str, object]:
-    """An entry's meta.json; raises ValueError if it is damaged."""
+    """Read an entry's meta.json; raises ValueError if it is damaged."""
     digest, _, text = (folder / _META).read_bytes().partition(b"\n")
     if digest != _digest(text):
         raise ValueError(f"'{folder / _META}' is not what was written")
@@ -77,7 +77,7 @@ def meta_of(folder: Path) -> dict[str, object]:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether an entry is there with every byte of its files."""
+    """Tell whether an entry is there with every byte of its files."""
     try:
         sizes = meta_of(folder)["sizes"]
         assert isinstance(sizes, dict)
@@ -110,7 +110,7 @@ def _digest(text: bytes) -> bytes:
 
 
 def _flush(path: Path) -> None:
-    """A machine that loses power has an entry whole or not at all."""
+    """Write a file through to the disk: a machine that loses power has an entry whole or not at all."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -119,7 +119,7 @@ def _flush(path: Path) -> None:
 
 
 def _remove_leftovers(lock: Path) -> None:
-    """Entries that a process which was killed has left half made: of this lock, and of others that nobody holds."""
+    """Remove the half-made entries of processes that were killed: of this lock, and of others that nobody holds."""
     for left in lock.parent.glob("*.tmp-*"):
         if not _IN_THE_MAKING.fullmatch(left.name):  # somebody else's
             continue
@@ -151,7 +151,7 @@ def _locked(file: Path, what: str) -> Iterator[Progress]:
 
 
 def _wait_for(descriptor: int, file: Path, what: str) -> bool:
-    """Return whether the lock is held: some file systems have none, and every process makes its own entry there."""
+    """Wait for the lock; return whether it is held: where file systems have none, every process makes its own entry."""
     began, has_told = time.monotonic(), False
     last_seen, seen_at = 0, began
     while True:

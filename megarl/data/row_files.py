@@ -13,18 +13,18 @@ from megarl.data.scan import checks_of, digest_of
 
 
 class RowsChanged(RuntimeError):
-    """A file of rows is no longer what it was when its rows were looked at."""
+    """Raised where a file of rows is no longer what it was when its rows were looked at."""
 
 
 class RowRefused(ValueError):
-    """Rows that were looked at before the run cannot be used when they are drawn; raised on every rank alike."""
+    """Raised, on every rank alike, for rows that were looked at before the run and cannot be used when drawn."""
 
 
 class RowFile(Protocol):
-    """A file that is open for single rows."""
+    """Reads single rows of an open file."""
 
     def read(self, fields: Any) -> tuple[str, Mapping[str, Any]]:
-        """Source and columns of a row, by its `scan.FIELDS`."""
+        """Read the source and columns of a row, by its `scan.FIELDS`."""
 
 
 def open_file(name: str, entry: int, kind: str, path: Any) -> RowFile:
@@ -38,7 +38,7 @@ def open_file(name: str, entry: int, kind: str, path: Any) -> RowFile:
 
 
 def check_fields(fields: Any, tokens: Any, folder: str) -> None:
-    """Raises RowsChanged if what the index says of a row is not what was written.
+    """Raise RowsChanged if what the index says of a row is not what was written.
 
     Args:
         fields: `scan.FIELDS` of the row.
@@ -50,7 +50,7 @@ def check_fields(fields: Any, tokens: Any, folder: str) -> None:
 
 
 class JsonlFile:
-    """Lines of a file, or of its bytes in memory, by their places, each compared with what it was."""
+    """Reads lines of a file, or of its bytes in memory, by their places, and compares each with what it was."""
 
     def __init__(self, name: str, source: str | bytes) -> None:
         self._name, self._prefix, self._source = name, row_prefix(name), source
@@ -77,7 +77,7 @@ class JsonlFile:
 
 
 class ArrowFile:
-    """Rows of an Arrow file that is mapped into memory, or held there, each compared with what it was."""
+    """Reads rows of an Arrow file that is mapped into memory, or held there, and compares each with what it was."""
 
     def __init__(self, name: str, source: Any) -> None:
         import pyarrow

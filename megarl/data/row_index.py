@@ -1,4 +1,4 @@
-"""The index of the rows of some files: where each lies, in order, and the tokens of those that needed a look.
+"""Holds the index of the rows of some files: where each lies, in order, and the tokens of rows that were tokenised.
 
 An index is a folder, or is held in memory if it is small:
 
@@ -43,7 +43,7 @@ class StoredTokens:
 
 @dataclass(kw_only=True)
 class Index:
-    """The rows of some files, and what is known of them.
+    """Holds the rows of some files, and what is known of them.
 
     Attributes:
         rows: `scan.FIELDS`, of those that are used.
@@ -121,5 +121,5 @@ def meta_of_index(index: Index) -> dict[str, object]:
 
 
 def mapped(path: str, dtype: np.dtype[Any]) -> Any:
-    """Map a file as an array; an empty file cannot be mapped."""
+    """Map a file as an array; an empty file, which cannot be mapped, is an empty array."""
     return np.memmap(path, dtype, "r") if os.path.getsize(path) else np.zeros(0, dtype)

@@ -32,7 +32,7 @@ OF_ROW: Mapping[Format, Callable[[Row, DataConfig, Tokenizer], Example]] = {
 
 
 class LateTokenizer:
-    """A tokenizer that another process opens when it first needs it: transformers has 60 MB.
+    """Holds a tokenizer that another process opens when it first needs it: transformers takes 60 MB.
 
     Attributes:
         opened: the tokenizer.
@@ -84,7 +84,7 @@ class RowLooks:
         return self._of_row(row, self._data, cast(Tokenizer, self._stand_in))
 
     def look(self, row: Row, *, spells_special: bool) -> tuple[Example, Form | None]:
-        """Return the same, and the row's form if it is the first of that form that this process sees: see `accept`.
+        """Return what `stand_in` does, and the row's form if it is the first of its form in this process: see `accept`.
 
         Args:
             spells_special: the row has texts of which only the tokenizer knows whether they can be read.

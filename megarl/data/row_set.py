@@ -1,4 +1,4 @@
-"""A sequence of rows that lie on disk, one of which is an object while it is used."""
+"""Holds a sequence of rows that lie on disk, each of which is an object only while it is used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPEN_FILES = 64
 
 
 class RowSet(Sequence[T], ABC):
-    """The rows of an index, in their order.
+    """Holds the rows of an index, in their order.
 
     Attributes:
         remarks: on the rows, and on what was left out, for the start of the run.
@@ -47,7 +47,7 @@ class RowSet(Sequence[T], ABC):
 
     @property
     def digest(self) -> str:
-        """The digest of the rows and of what tokens depend on, in order; known since they were looked at."""
+        """Return the digest of the rows, in order, and of what their tokens depend on; no row is read for it."""
         return self._index.digest
 
     def in_common(self, other: RowSet[T]) -> int:

@@ -60,7 +60,7 @@ _FILTERS: Registry[Callable[[Mapping[str, Any]], Any]] = Registry("data.filter",
 
 @dataclass(frozen=True, kw_only=True)
 class Scan:
-    """The rules that every row is looked at by.
+    """Holds the rules that every row is looked at by.
 
     Attributes:
         what: the key that names the files, for messages.
@@ -85,17 +85,17 @@ class Scan:
 
     @property
     def read_again(self) -> bool:
-        """Whether rows are read again when they are drawn; else they are tokenised at once."""
+        """Tell whether rows are read again when they are drawn; else they are tokenised at once."""
         return True
 
     @property
     def cuts(self) -> bool:
-        """Whether a prompt that is too long is cut."""
+        """Tell whether a prompt that is too long is cut."""
         return not self.data.filter_overlong_prompts and self.data.truncation != "error"
 
     @cached_property
     def keep(self) -> Callable[[Row], bool] | None:
-        """`data.filter`, if there is one."""
+        """Return `data.filter` as a function of a row; None if there is none."""
         name = self.data.filter if self.training else ""
         if not name:
             return None
@@ -112,18 +112,18 @@ class Scan:
 
     @property
     def difficulty_key(self) -> str:
-        """The column that `data.curriculum` sorts by; empty for none."""
+        """Return the column that `data.curriculum` sorts by; empty for none."""
         name = self.data.curriculum
         return name if self.training and ":" not in name else ""
 
     @cached_property
     def spells_special_token(self) -> Callable[[str], object]:
-        """Whether a text spells a special token."""
+        """Return a function that tells whether a text spells a special token."""
         return finder_of(self.special_tokens)
 
     @property
     def settings(self) -> list[object]:
-        """Holds what an index depends on beside files, scorers and the tokenizer."""
+        """Return what an index depends on beside files, scorers and the tokenizer."""
         data = self.data
         names = ("prompt_key", "answer_key", "source_key", "tools_key", "max_prompt_length", "filter_overlong_prompts",
                  "truncation", "read_special_tokens")  # fmt: skip
@@ -147,18 +147,18 @@ class Scan:
         """Tokenise what the rows of a chunk, and of those before it, depend on; raises ValueError where that fails."""
 
     def needs_tokens(self, prompt: str | Conversation) -> bool:
-        """Whether only its tokens tell that a prompt can be used."""
+        """Tell whether a prompt has to be tokenised to see that it can be used."""
         return not isinstance(prompt, str) or not self.fits(prompt)
 
     def fits(self, text: str, overhead: int = 0) -> bool:
-        """Whether it certainly has some tokens, and with so many more not too many."""
+        """Tell whether a text certainly has a token, and with `overhead` more tokens not too many."""
         if not (self.bounded and text.isascii() and _LETTER.search(text)) or self.spells_special_token(text):
             return False
         return self.cuts or len(text) + overhead < self.data.max_prompt_length
 
 
 class Unsettled(NamedTuple):
-    """A prompt that has to be tokenised before its row is settled.
+    """Holds a prompt that has to be tokenised before its row is settled.
 
     Attributes:
         place: among the rows of the chunk that are kept.
@@ -173,7 +173,7 @@ class Unsettled(NamedTuple):
 
 @dataclass(kw_only=True)
 class Scanned:
-    """The rows of a chunk of a file.
+    """Holds the rows of a chunk of a file.
 
     Attributes:
         rows: `FIELDS` of those that are kept; `index` counts from the chunk's first.
@@ -204,7 +204,7 @@ class Scanned:
 
 
 class Placed(NamedTuple):
-    """A row, and where it lies; `size` as in `FIELDS`."""
+    """Holds a row, and where it lies; `size` as in `FIELDS`."""
 
     at: int
     line: int
@@ -219,19 +219,19 @@ def finder_of(names: Iterable[str]) -> Callable[[str], object]:
 
 
 def check_filter(name: str) -> None:
-    """Raises ValueError if `data.filter` names nothing."""
+    """Raise ValueError if there is no function that `data.filter` names."""
     if name:
         _FILTERS.check(name)
 
 
 def bounded(tokenizer: Tokenizer) -> bool:
-    """Whether `tokenizer` gives ASCII text no more than one token more than it has characters."""
+    """Tell whether `tokenizer` makes at most one token more of ASCII text than the text has characters."""
     characters = [chr(i) for i in range(32, 127)] + ["\n", "\t", "\r", "\r\n"]
     return all(len(tokenizer.encode("a" + 16 * c)) <= 2 + 16 * len(c) for c in characters)
 
 
 def scan(rows: Iterable[Placed], rules: Scan, stem: str) -> Scanned:
-    """See `Scan.look_at`."""
+    """Look at some rows: see `Scan.look_at`."""
     fields: list[tuple[int | float, ...]] = []
     out = Scanned(rows=None)
     try:
@@ -258,7 +258,7 @@ def scan(rows: Iterable[Placed], rules: Scan, stem: str) -> Scanned:
 
 
 def lines_of(source: str | bytes, name: str, start: int, end: int, line: int, what: str) -> Iterator[Placed]:
-    """The rows of a stretch of a jsonl file that begins and ends with a line.
+    """Yield the rows of a stretch of a jsonl file that begins and ends with a line.
 
     Args:
         source: the file's path, or its bytes.
@@ -274,12 +274,12 @@ def lines_of(source: str | bytes, name: str, start: int, end: int, line: int, wh
 
 
 def open_lines(source: str | bytes) -> BinaryIO:
-    """A jsonl file by its path, or in memory; raises OSError."""
+    """Open a jsonl file by its path, or its bytes; raises OSError."""
     return io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb", buffering=2**20)
 
 
 def arrow_rows(source: Any, name: str, first: int, last: int, line: int) -> Iterator[Placed]:
-    """The rows of some batches of an Arrow file; each is placed as if all batches before its own had `BATCH_ROWS`.
+    """Yield the rows of some batches of an Arrow file, placed as if all batches before theirs had `BATCH_ROWS` rows.
 
     Args:
         source: the file's path, or its bytes.
@@ -295,12 +295,12 @@ def arrow_rows(source: Any, name: str, first: int, last: int, line: int) -> Iter
 
 
 def with_answer(columns: Mapping[str, Any], answer_key: str) -> Mapping[str, Any]:
-    """Verifiers read the reference answer under 'answer', whatever its column is called."""
+    """Put the reference answer under 'answer' too, where verifiers read it, whatever its column is called."""
     return {**columns, "answer": value_at(columns, answer_key)} if has(columns, answer_key) else columns
 
 
 def digest_of(columns: Mapping[str, Any]) -> int:
-    """`FIELDS.row`: the same however the file writes them."""
+    """Compute `FIELDS.row` of columns: the same however the file writes them."""
     return number_of(as_json(columns).encode())
 
 
@@ -311,7 +311,7 @@ def as_json(columns: Mapping[str, Any]) -> str:
 
 
 def checks_of(rows: Any) -> Any:
-    """[N] uint32: `FIELDS.check` of rows without stored tokens; those that have some add the crc32 of these to it.
+    """Compute [N] uint32, `FIELDS.check` of rows without stored tokens; the crc32 of stored ones is XORed into it.
 
     Args:
         rows: [N] of `FIELDS`.
@@ -323,13 +323,13 @@ def checks_of(rows: Any) -> Any:
 
 
 def source_of(columns: Mapping[str, Any], data: DataConfig, stem: str) -> str:
-    """The data source of a row, or its file's name."""
+    """Return the data source that a row names, or else its file's name."""
     named = value_or_none(columns, data.source_key)
     return stem if named is None else str(named)
 
 
 def _look_at(row: Row, rules: Scan, source: str) -> tuple[str | Conversation, float, str]:
-    """Return its prompt and difficulty, and why no reward could score a response to it."""
+    """Return the row's prompt and difficulty, and why no reward could score a response to it."""
     data = rules.data
     prompt = prompt_of(row, data)
     if data.answer_key != DataConfig().answer_key:  # misspelt, another column called "answer" would be taken for it
@@ -358,10 +358,10 @@ def _contents(file: str) -> str:
 
 
 def hexadecimal(raw: bytes) -> str:
-    """Digest of bytes: 24 hexadecimal digits."""
+    """Digest bytes into 24 hexadecimal digits."""
     return hashlib.blake2b(raw, digest_size=12).hexdigest()
 
 
 def number_of(raw: bytes) -> int:
-    """Digest of bytes, of 64 bits."""
+    """Digest bytes into a number of 64 bits."""
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")

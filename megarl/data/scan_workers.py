@@ -1,4 +1,4 @@
-"""Processes that look at the rows of a large file.
+"""Starts processes that look at the rows of a large file.
 
 Each is a fresh interpreter without torch: 40 MB, or 65 MB with a tokenizer of transformers.
 """
@@ -25,7 +25,7 @@ AT_MOST = 8
 
 
 class Stretch(NamedTuple):
-    """Part of a file.
+    """Describes a part of a file.
 
     Attributes:
         source: path, or the bytes of a small file.
@@ -43,7 +43,7 @@ class Stretch(NamedTuple):
 
 
 def look_at(stretch: Stretch, rules: Scan) -> Scanned:
-    """Look at a part of a file; a file that cannot be read is its refusal."""
+    """Look at the rows in a part of a file; raises ValueError for a file that cannot be read."""
     stem = stem_of(stretch.name)
     try:
         if stretch.kind == "arrow":
@@ -56,7 +56,7 @@ def look_at(stretch: Stretch, rules: Scan) -> Scanned:
 
 
 class ScanWorkers(AbstractContextManager["ScanWorkers"]):
-    """Some processes that look at stretches, and end with the context."""
+    """Runs processes that look at stretches, and ends them with the context."""
 
     def __init__(self, rules: Scan, processes: int) -> None:
         self._rules = rules
@@ -104,7 +104,7 @@ class ScanWorkers(AbstractContextManager["ScanWorkers"]):
 
 
 def serve_without_torch(connection: socket.socket) -> None:
-    """`serve` where a tokenizer is opened and no code of a user's runs: transformers without torch has 130 MB less."""
+    """Call `serve` without torch, where tokenizers are opened and no user's code runs: it takes 130 MB less."""
     sys.modules["torch"] = None  # type: ignore[assignment]
     serve(connection)
 

@@ -1,4 +1,4 @@
-"""Tokenises the prompts of which only their tokens tell whether they can be used."""
+"""Tokenises the prompts whose tokens alone tell whether they can be used."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.data.tokenizer import Tokenizer
 
 
 class Settler:
-    """Tokenises prompts, but those of which an earlier one with the same roles tells that they fit."""
+    """Tokenises prompts, except those that certainly fit, as an earlier prompt with the same roles tells."""
 
     def __init__(self, rules: Scan, tokenizer: Tokenizer, *, together: bool) -> None:
         """

@@ -1,4 +1,4 @@
-"""Rows that a user's code gives. Torch-free."""
+"""Reads rows that a user's code gives. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SOURCES: Registry[Callable[[], Any]] = Registry("data.source", "function")
 
 
 def source_version(name: str) -> str:
-    """The attribute `version` of what `data.source` names; raises ValueError if there is no such thing."""
+    """Return the attribute `version` of what `data.source` names; raises ValueError if there is no such thing."""
     return str(getattr(_SOURCES.load(name), "version", ""))
 
 
@@ -41,7 +41,7 @@ def spool(name: str, path: Path, what: str, progress: Callable[[], None]) -> Non
 
 
 def _rows(name: str) -> Iterator[Any]:
-    """A generator, so that what the user's code raises comes out of `next`."""
+    """Yield the rows of `data.source`, so that what the user's code raises comes out of `next`."""
     given = _SOURCES.load(name)()
     if hasattr(given, "__len__") and hasattr(given, "__getitem__"):
         yield from (given[i] for i in range(len(given)))

@@ -1,4 +1,4 @@
-"""Special tokens that texts spell: `<|im_end|>` in a user's message is text, and no end of the message."""
+"""Tells special tokens from texts that spell them: `<|im_end|>` in a user's message is text, and does not end it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MASKED = re.compile(f"{_MASK}(\\d+)x")
 
 
 class SpecialTokens:
-    """Names of a tokenizer's special tokens, and masks in their place: words that a chat template leaves as they are.
+    """Puts masks in place of the special tokens that texts spell: words that a chat template leaves as they are.
 
     Args:
         ids: by name.
@@ -25,11 +25,11 @@ class SpecialTokens:
         self._written = re.compile("({})".format("|".join(map(re.escape, self.ids)) or "(?!)"))
 
     def in_text(self, text: str) -> bool:
-        """Whether a text spells one."""
+        """Tell whether a text spells a special token."""
         return self._written.search(text) is not None
 
     def masked(self, value: Any) -> Any:
-        """A text with masks in place of the special tokens that it spells; the same for all texts in messages."""
+        """Put masks in place of the special tokens that a text spells, or that all texts in messages spell."""
         if isinstance(value, str):
             return self._spelt.sub(lambda found: f"{_MASK}{self._places[found[0]]}x", value)
         if isinstance(value, Mapping):
@@ -39,7 +39,7 @@ class SpecialTokens:
         return value
 
     def unmasked(self, text: str) -> str:
-        """A text with its special tokens spelt again."""
+        """Put special tokens in place of the masks of a text."""
         return _MASKED.sub(lambda found: self._names[int(found[1])], text)
 
     @staticmethod
@@ -47,5 +47,5 @@ class SpecialTokens:
         return _MASK in text
 
     def parts(self, text: str) -> list[str]:
-        """Texts and names of special tokens that are not masked, in turns; the first is a text."""
+        """Split a text into texts and names of special tokens that are not masked, in turns; the first is a text."""
         return self._written.split(text)

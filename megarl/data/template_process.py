@@ -43,7 +43,7 @@ class TemplateProcess:
         return str(answer["text"])
 
     def _ask(self, request: bytes) -> tuple[dict[str, str] | None, int | None]:
-        """Return the answer; or None, and how the process ended."""
+        """Send a request; return its answer, or None and how the process ended."""
         process, answer, code = self._process or self._start(), None, None
         assert self._end is not None
         try:

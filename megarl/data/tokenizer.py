@@ -17,7 +17,7 @@ APART = "tokenizer"
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back. Pickled, it is the same one in another process.
+    """Turns text into token ids and back. Pickled, it is the same one in another process.
 
     Attributes:
         vocab_size: ids are below this; the model's embedding may be padded beyond it.
@@ -61,21 +61,21 @@ class Tokenizer(Protocol):
         """
 
     def encode_template(self, text: str) -> list[int]:
-        """Tokenise what `chat_text` wrote, or a part: the template's special tokens, and what messages say as text.
+        """Tokenise what `chat_text` wrote, or a part: the template's special tokens as such, those of messages as text.
 
         Raises:
             ValueError: the two cannot be told apart.
         """
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text; special tokens and ids from vocab_size on leave nothing behind."""
+        """Return the text of tokens; special tokens and ids from vocab_size on leave nothing behind."""
 
     def token(self, id: int) -> str:
         """Spell a token as the vocabulary does, special ones too; empty for ids from vocab_size on."""
 
 
 def has_tokenizer(path: str) -> bool:
-    """Whether `load_tokenizer` has something to open there."""
+    """Tell whether `load_tokenizer` has something to open at a path."""
     place = tokenizer_place(path)
     return os.path.isfile(place) or any(os.path.isfile(os.path.join(place, name)) for name in (*_FAST, _SENTENCEPIECE))
 

@@ -16,7 +16,7 @@ _LISTS = ("normalizers", "pretokenizers", "decoders")
 
 
 def check_growth(directory: str) -> None:
-    """Raises ValueError if a tokenizer.json there, of whatever version, multiplies text."""
+    """Raise ValueError if a tokenizer.json in a folder, of whatever version, multiplies text."""
     for path in sorted(Path(directory).glob("tokenizer*.json")):
         try:
             content = json.loads(path.read_bytes()) if path.is_file() else {}

@@ -31,14 +31,14 @@ def no_panic(what: str) -> Iterator[None]:
 
 
 class HuggingFaceTokenizer:
-    """See `megarl.data.tokenizer.Tokenizer`. Reads local files only and runs no Python that comes with them.
+    """Reads a tokenizer (`megarl.data.tokenizer.Tokenizer`) from local files only; runs no Python that comes with them.
 
     Args:
         read_special_tokens: special tokens that texts spell become these tokens.
 
     Raises:
         ValueError: the directory cannot be read, transformers is absent, there is no end-of-sequence token, or the chat
-            template does not read what it is to be told.
+            template does not read one of `template_arguments`.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class HuggingFaceTokenizer:
         self._template = TemplateProcess()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Have another process open it anew."""
+        """Have another process open the tokenizer anew."""
         opened = partial(HuggingFaceTokenizer, read_special_tokens=self._reads_special_tokens)
         return opened, (self._directory, self._arguments)
 
@@ -92,7 +92,7 @@ class HuggingFaceTokenizer:
         return self._checked(self._encoded(text, split=self._special.in_text(text)))
 
     def encode_alone(self, text: str) -> list[int]:
-        """Token ids as whoever asks transformers for no more gets them: with what the files put around every text."""
+        """Tokenise a text as transformers does by default: with the tokens that the files put around every text."""
         with self._lock, no_panic(f"the tokenizer in '{self._directory}'"):
             return list(self._tokenizer(text)["input_ids"])
 
@@ -161,7 +161,7 @@ class HuggingFaceTokenizer:
             return list(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=split))
 
     def _checked(self, ids: list[int]) -> list[int]:
-        """The same; raises ValueError if a special token has come out of a text."""
+        """Return the ids as they are; raises ValueError if a special token has come out of a text."""
         if self._control.isdisjoint(ids):
             return ids
         raise ValueError(self._forged())

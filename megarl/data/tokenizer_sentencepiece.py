@@ -1,4 +1,4 @@
-"""Tokenizer from a SentencePiece model file."""
+"""Reads a tokenizer from a SentencePiece model file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.data.messages import Messages
 
 
 class SentencePieceTokenizer:
-    """See `megarl.data.tokenizer.Tokenizer`. No text spells one of its control symbols.
+    """Reads a SentencePiece model: see `megarl.data.tokenizer.Tokenizer`. No text spells one of its control symbols.
 
     Raises:
         ValueError: the file is no SentencePiece model, or its vocabulary has no end-of-sequence token.
@@ -36,7 +36,7 @@ class SentencePieceTokenizer:
 
     @property
     def model_proto(self) -> bytes:
-        """The model as its file has it."""
+        """Return the serialised model, as its file has it."""
         return bytes(self._processor.serialized_model_proto())
 
     def encode(self, text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""A SentencePiece model as the tokenizer.json and tokenizer_config.json that transformers and vLLM read."""
+"""Writes a SentencePiece model as the tokenizer.json and tokenizer_config.json that transformers and vLLM read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LONGEST = 1000
 
 
 def write_huggingface_tokenizer(source: SentencePieceTokenizer, folder: str) -> None:
-    """Write both files; their tokenizer makes the same ids, also of texts that spell control symbols.
+    """Write both files of a tokenizer, which makes the same ids, also of texts that spell control symbols.
 
     Raises:
         ValueError: the model does what no tokenizer.json can say.
@@ -96,8 +96,8 @@ def _model(proto: Any, names: Sequence[str]) -> BPE | Unigram:
 
 
 def _scores(pieces: Sequence[Any]) -> list[float]:
-    """Log-probabilities, as SentencePiece has them of symbols that a user defined, too; a byte's name, which are six
-    characters of a text, is less likely than these."""
+    """Return the log-probabilities that SentencePiece gives to pieces, also to symbols that a user defined; a byte's
+    name is less likely than the six characters of a text that spell it."""
     normal = [piece.score for piece in pieces if piece.type == _NORMAL]
     best, worst = max(normal, default=0.0), min(normal, default=0.0)
     others = {_BYTE: 7 * worst}
@@ -112,7 +112,7 @@ def _scores(pieces: Sequence[Any]) -> list[float]:
 
 
 def _merges(pieces: Sequence[Any]) -> list[tuple[str, str]]:
-    """Pairs of pieces that make a third one, the best first."""
+    """List the pairs of pieces that make a third one, the best first."""
     scores = {piece.piece: piece.score for piece in pieces if piece.type == _NORMAL}
     return [
         (text[:i], text[i:])

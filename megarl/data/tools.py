@@ -1,4 +1,4 @@
-"""The functions that a row offers to the model, as TRL and transformers have them in the column `tools`."""
+"""Reads the functions that a row offers to the model, as TRL and transformers have them in the column `tools`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from megarl.data.readers import Row, value_or_none
 
 
 def tools_of(row: Row, key: str) -> list[Message]:
-    """The row's tools, as JSON schemas of functions; none where the column is missing, null or empty.
+    """Return the row's tools, as JSON schemas of functions; none where the column is missing, null or empty.
 
     The column holds a list, or one as JSON. Fields of a list that are null, as Parquet fills them in, are left out.
 
     Raises:
-        ValueError: something else is there.
+        ValueError: the column holds something else.
     """
     value: Any = value_or_none(row.columns, key) if key else None
     try:

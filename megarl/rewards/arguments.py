@@ -15,7 +15,7 @@ NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
 
 def check_types(function: Callable[..., Any], args: Mapping[str, Any]) -> None:
-    """Raises ValueError for a value of another type than its parameter's; whole numbers are numbers too."""
+    """Raise ValueError for a value of another type than its parameter's; whole numbers are numbers too."""
     from pydantic import TypeAdapter, ValidationError
 
     hints = typing.get_type_hints(function)
@@ -30,7 +30,7 @@ def check_types(function: Callable[..., Any], args: Mapping[str, Any]) -> None:
 
 
 def check_pattern(pattern: str, name: str, *, groups: int | None = None) -> None:
-    """Raises ValueError for a text that is no regular expression, or one with another number of groups."""
+    """Raise ValueError for a text that is no regular expression, or one with another number of groups."""
     try:
         expression = regex.compile(pattern)
     except (regex.error, OverflowError, RecursionError) as e:
@@ -40,6 +40,6 @@ def check_pattern(pattern: str, name: str, *, groups: int | None = None) -> None
 
 
 def check_timeout(timeout: float) -> None:
-    """Raises ValueError unless it is seconds that pass."""
+    """Raise ValueError unless a timeout is a finite number of seconds, more than 0."""
     if not 0 < timeout < math.inf:
         raise ValueError(f"timeout = {timeout!r} must be seconds, more than 0")

@@ -37,7 +37,7 @@ class Caller:
         return _then(self._function(**arguments(self._verl, response, row), **self._args, **of_response), numbers_of)
 
     def many(self, responses: Sequence[Response], rows: Sequence[Mapping[str, Any]]) -> list[CallResult]:
-        """Call a function of lists; raises NoScore unless it returns as many values."""
+        """Call a function of lists; raises NoScore unless it returns a value for each response."""
         if self._as_trl:
             values, logged = self._called_as_trl(responses, rows)
             return [
@@ -62,7 +62,7 @@ class Caller:
 
 
 def _as_list(values: Any, count: int) -> list[Any]:
-    """Make a list of what a function of lists returned; raises NoScore unless there are so many values."""
+    """Make a list of what a function of lists returned; raises NoScore unless there are `count` values."""
     if not isinstance(values, str | bytes | Mapping) and isinstance(values, Iterable):
         values = list(values)
     if not isinstance(values, list):
@@ -74,7 +74,7 @@ def _as_list(values: Any, count: int) -> list[Any]:
 
 
 def _then(value: Any, turn: Callable[[Any], Any]) -> Any:
-    """The value turned into another; of an awaitable a coroutine that does so."""
+    """Apply `turn` to a value; for an awaitable, return a coroutine that applies it to the result."""
 
     async def later() -> Any:
         return turn(await value)
@@ -83,18 +83,18 @@ def _then(value: Any, turn: Callable[[Any], Any]) -> Any:
 
 
 def is_async(function: RewardFunction) -> bool:
-    """Whether it is an `async def`, or an object whose `__call__` is one."""
+    """Tell whether a function is an `async def`, or an object whose `__call__` is one."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 def takes_lists(function: RewardFunction) -> bool | None:
-    """Whether a function that is called as verl calls them takes lists; None for any other function."""
+    """Tell whether a function of verl's signature takes lists; None for any other function."""
     names = names_of(parameters_of(function))
     return names[0] == MANY[0] if names else None
 
 
 def check_arguments(reward: Reward, args: Mapping[str, Any], key: str) -> None:
-    """Raises ValueError, in one line, if the function cannot be called with these arguments.
+    """Raise ValueError, in one line, if the function cannot be called with these arguments.
 
     Args:
         key: the configuration key that they are values of, "reward.args".

@@ -70,7 +70,7 @@ def code(
       write, blanks at the ends of lines aside (APPS, TACO, CodeContests). Each is a run of the program.
     - ["assert f(1) == 2", ...]: each is a test; names that it does not define are the program's (MBPP).
     - text with asserts: one test; with column `entry_point`, its `check(f)` is called with that function (HumanEval).
-      What else a check calls belongs into the text: of a name that it lacks, the response has the say. Functions
+      What else a check calls belongs into the text: a name that it lacks is the response's to define. Functions
       `test_...` and classes `Test...` that nothing calls, and those of unittest, are run.
 
     Asserts run in a process of their own, and ask the program's for what `f(1)` gives: the program sees arguments and
@@ -155,10 +155,10 @@ class _Runs:
         return run_python(self._source, stdin=stdin, limits=limits, **self._sandbox)
 
     def _run(self, run: Callable[[Limits], Outcome], limits: Limits) -> Outcome:
-        """Run it within the time that is left.
+        """Run the program within the time that is left.
 
-        Once more if it was killed from outside, where no limit was reached: the response may be right. Whoever killed
-        the second one as well, it was not a right response.
+        It is run once more if it was killed from outside, where no limit was reached: the response may be right. If the
+        second run is killed as well, the response counts as wrong.
         """
         outcome = Outcome(stdout="", stderr="", ended="time", exit_code=None, seconds=0.0, cpu_seconds=None)
         for _ in range(2):
@@ -173,7 +173,7 @@ class _Runs:
 
 
 def last_block(response: str) -> str | None:
-    """The text of the last ```python block; None without one, or if it does not end.
+    """Return the text of the last ```python block; None without one, or if it does not end.
 
     A fence within a text of three quotation marks is the program's. A block that another one follows before its end was
     never ended.
@@ -202,10 +202,10 @@ def last_block(response: str) -> str | None:
 
 
 def read_tests(column: Any) -> list[Any]:
-    """The tests as a list of texts, or of {"input", "output"}.
+    """Return the tests of a column as a list of texts, or of {"input", "output"}.
 
     Raises:
-        ValueError: another form, or none.
+        ValueError: the column has another form, or no tests.
     """
     if isinstance(column, str) and column.lstrip()[:1] in ("[", "{"):
         try:

@@ -1,4 +1,4 @@
-"""The score of an episode that neither its environment nor its agent gave any: none was earned."""
+"""Scores an episode to which neither its environment nor its agent gave a score: 0."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from megarl.rewards.registry import register
 
 @register("environment")
 def environment(response: str, row: Mapping[str, Any]) -> float:
-    """0; with environments that say what an episode is worth."""
+    """Return 0, for environments that score their episodes themselves."""
     del response, row
     return 0.0

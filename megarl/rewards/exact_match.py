@@ -1,4 +1,4 @@
-"""1 for the reference answer, 0 for anything else."""
+"""Scores 1 for the reference answer, 0 for anything else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""1 for a response of the wanted form, 0 for any other."""
+"""Scores 1 for a response of the wanted form, 0 for any other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The score that a service gives."""
+"""Asks a service for a score."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def http(
         token_env: environment variable with a bearer token; the token is in no record of the run.
 
     Raises:
-        ServiceError: no score, with the address and what it said.
+        ServiceError: the service gives no score; the message has its address and what it said.
         ValueError: a column that the row does not have, or that is no JSON.
     """
     missing = [column for column in columns if column not in row]

@@ -1,4 +1,4 @@
-"""Numbers as people write them in LaTeX, and their values: what needs no computer algebra. Torch-free."""
+"""Reads numbers as people write them in LaTeX, and compares their values without computer algebra. Torch-free."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _SIGNIFICANT = Fraction(1, 200_000)  # and six digits: 0 is no 1/3628800
 
 @dataclass(frozen=True, kw_only=True)
 class Number:
-    """A number.
+    """Holds a number, and how it is written.
 
     Attributes:
         form: "decimal" (whole ones, too), "fraction" or "scientific".
@@ -69,9 +69,9 @@ def without_name(text: str) -> str:
 
 
 def number_in(text: str) -> Number | None:
-    """The number that a text is, with a name, a sign, a currency, percent, degrees or a unit; None for anything else.
+    """Read the number that a text is, with a name, a sign, a currency, percent, degrees or a unit; None for other text.
 
-    A sum, a product, a power or a factorial is none, but for 1.5\\times10^{3}.
+    A sum, a product, a power or a factorial is no number, but for 1.5\\times10^{3}.
     """
     rest = without_name(text).strip()
     if rest.startswith("(") and rest.endswith(")"):
@@ -123,7 +123,7 @@ def _with_tail(tail: str, value: Fraction, form: str) -> Number | None:
 
 
 def unit_in(text: str) -> str | None:
-    """The unit that a text is: "cm" of "\\text{ cm}", "m2" of "\\text{ m}^2"; None for anything else."""
+    """Read the unit that a text is: "cm" of "\\text{ cm}", "m2" of "\\text{ m}^2"; None for anything else."""
     unit = _UNIT.fullmatch(text)
     if unit is None:
         return None
@@ -137,7 +137,7 @@ def unit_in(text: str) -> str | None:
 
 
 def same_number(answer: Number, reference: Number) -> bool:
-    """Whether an answer gives the reference's value.
+    """Tell whether an answer gives the reference's value.
 
     A fraction is no answer where the reference is whole: \\frac{10}{2} says what to divide. A percent sign is a unit
     ("50\\%" for 50), or a hundredth of what is at most 1 (for 0.5).

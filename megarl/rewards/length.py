@@ -1,4 +1,4 @@
-"""1 for a response of the wanted length, less the further from it."""
+"""Scores 1 for a response of the wanted length, less the further from it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _check_args(*, target: int, width: int, shorter_is_fine: bool) -> None:
 def length(
     response: str, row: Mapping[str, Any], *, tokens: int, target: int, width: int, shorter_is_fine: bool = True
 ) -> float:
-    """Fall linearly from 1 at the target to 0 at `width` tokens from it; the row is not read.
+    """Score 1 at the target length, falling linearly to 0 at `width` tokens from it; the row is not read.
 
     With target=100 and width=50: 1 up to 100 tokens, 0.5 at 125, 0 from 150 on.
 

@@ -78,7 +78,7 @@ _ENVIRONMENTS = frozenset({"pmatrix", "bmatrix", "vmatrix", "Bmatrix", "matrix",
 
 @dataclass(frozen=True)
 class Answer:
-    """A text that may be a mathematical answer, without what is layout alone.
+    """Holds a text that may be a mathematical answer, without what is layout alone.
 
     Attributes:
         number: its value, if it is a plain number.
@@ -89,13 +89,13 @@ class Answer:
 
     @cached_property
     def shown(self) -> str:
-        """The text as a reader sees it: "June 20" of "\\text{June 20}"."""
+        """Return the text as a reader sees it: "June 20" of "\\text{June 20}"."""
         words = " ".join(_TEXT.sub(r"\1", self.text).split())
         return re.sub(r" ?(\\\\|[-+<>=&]|\\(?:begin|end)\{[a-z]+\}) ?", r"\1", words)
 
     @cached_property
     def words(self) -> str | None:
-        """Its text, if it is one of letters and no formula: "Evelyn", "\\text{(B)}", "no"; not "x - y" nor "ab"."""
+        """Return the text, if it is letters and no formula: "Evelyn", "\\text{(B)}", "no"; not "x - y" nor "ab"."""
         plain = self.shown.strip("(). ")
         if "\\" not in self.text and _is_of_variables(plain):
             return None
@@ -103,7 +103,7 @@ class Answer:
 
     @cached_property
     def items(self) -> int:
-        """The number of answers that it gives: 2 for "1, 2", "1 or 2", "\\{1, 2\\}" and "\\pm 1"; 1 for "(1, 2)"."""
+        """Count the answers that the text gives: 2 for "1, 2", "1 or 2", "\\{1, 2\\}" and "\\pm 1"; 1 for "(1, 2)"."""
         inner = self.text
         if inner.startswith("\\{") and inner.endswith("\\}"):
             inner = inner[2:-2]
@@ -119,13 +119,13 @@ class Answer:
 
     @cached_property
     def time(self) -> tuple[int, int, str] | None:
-        """The time of day, "4:30 PM", which the library takes for a fraction: hour, minute, "a", "p" or ""."""
+        """Read the time of day, "4:30 PM", which the library takes for a fraction: hour, minute, "a", "p" or ""."""
         match = _TIME.fullmatch(self.shown)
         return None if match is None else (int(match[1]), int(match[2]), (match[3] or "").lower())
 
     @cached_property
     def based(self) -> tuple[str, str] | None:
-        """Digits and the base below them, "" without one: the library reads no base."""
+        """Read digits and the base below them, "" without one: the library reads no base."""
         match = _BASE.fullmatch(self.text)
         base = "" if match is None else match[2] or match[3] or ""
         if match is None or (base and not 1 < int(base) < 37):
@@ -136,18 +136,18 @@ class Answer:
 
     @cached_property
     def compound(self) -> list[tuple[str, str]] | None:
-        """Two measures or more that are one, "5 feet 6 inches", of which the library reads the first."""
+        """Read two or more measures that are one, "5 feet 6 inches", of which the library reads the first."""
         return re.findall(_MEASURE, self.shown.lower()) if _COMPOUND.fullmatch(self.shown) else None
 
     @cached_property
     def unit(self) -> str:
-        """The unit at the end of an expression; "": none."""
+        """Read the unit at the end of an expression; "": none."""
         word = _WORDED.search(self.text) or re.search(r" [A-Za-z](?:\s*\^\s*\{?\d\}?)?$", self.text)
         return (unit_in(_ONE_WORD.sub(r"\\text{\1}", self.text[word.start() :])) or "") if word is not None else ""
 
     @cached_property
     def values(self) -> list[Number | None]:
-        """The numbers of its parts, as they follow each other."""
+        """Read the numbers that the answer's parts are, in their order."""
         return [number_in(part) for part in _SEPARATOR.split(self.text)]
 
     @cached_property
@@ -164,7 +164,7 @@ class Answer:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether its parts are numbers and letters alone: "(1, 2]", "x = 1, x = 2", a matrix of numbers."""
+        """Tell whether the answer has numbers and letters alone: "(1, 2]", "x = 1, x = 2", a matrix of numbers."""
         if any(not _SEPARATOR.fullmatch(between.strip(" ()[]")) for between in _BETWEEN.findall(self.text)):
             return False
         if re.search(r"\\overline|\d \d", self.text):  # the library reads no 0.\overline{3}, and 4 1/2 as a product
@@ -173,20 +173,20 @@ class Answer:
 
 
 def _is_of_variables(text: str) -> bool:
-    """Whether it is a difference or a product of variables: "x - y", "ab", "xyz"."""
+    """Tell whether a text is a difference or a product of variables: "x - y", "ab", "xyz"."""
     parts = [part.strip() for part in text.split("-")]
     return len(text) > 1 and all(len(part) == 1 or _is_product(part) for part in parts)
 
 
 def _is_product(text: str) -> bool:
-    """Two letters that are no word, or three that follow each other in the alphabet."""
+    """Tell whether a text is two letters that are no word, or three that follow each other in the alphabet."""
     if len(text) == 2:
         return text.isalpha() and text.islower() and text not in _NO_PRODUCTS
     return len(text) == 3 and text in _ALPHABET
 
 
 def answer_from(text: str, longest: int = _LONGEST) -> Answer | None:
-    """The text as an answer; None if it is empty, longer, or holds characters that formulas do not have."""
+    """Read a text as an answer; None if it is empty, too long, or holds characters that formulas do not have."""
     if len(text) > longest:
         return None
     text = text.translate(_AS_ASCII)
@@ -217,7 +217,7 @@ def _tidy(text: str) -> str:
 
 
 def is_readable(answer: Answer, reference: Answer) -> bool:
-    """Whether it is made of the listed commands and environments, or the reference's, and so may be parsed."""
+    """Tell whether an answer has only the listed commands and environments, or the reference's, and may be parsed."""
     environments = set(re.findall(r"\\begin\s*\{([^}]*)\}", answer.text))
     return (
         answer.commands <= _ALLOWED | reference.commands
@@ -230,7 +230,7 @@ def is_readable(answer: Answer, reference: Answer) -> bool:
 
 
 def _is_balanced(text: str) -> bool:
-    """Whether each brace is closed: what follows a closing one too many is not read."""
+    """Tell whether each brace is closed: what follows a closing one too many is not read."""
     depth = 0
     for token in re.findall(r"\\.|[{}]", text):
         depth += {"{": 1, "}": -1}.get(token, 0)
@@ -240,9 +240,9 @@ def _is_balanced(text: str) -> bool:
 
 
 def is_one_answer(answer: Answer, reference: Answer) -> bool:
-    """Whether it gives as many answers as the reference, in its form, and each in a canonical one.
+    """Tell whether an answer gives as many values as the reference, in its form, and each in a canonical one.
 
-    "6 = 5" and "5, 6" are none for 5; "17 \\cdot 23" is none for 391, nor "(17 \\cdot 23, 1)" for (391, 1).
+    "6 = 5" and "5, 6" are no answers for 5; "17 \\cdot 23" is none for 391, nor "(17 \\cdot 23, 1)" for (391, 1).
     """
     if answer.items != reference.items or answer.environments > reference.environments:
         return False
@@ -258,14 +258,14 @@ def is_one_answer(answer: Answer, reference: Answer) -> bool:
 
 
 def _has_no_words(answer: Answer) -> bool:
-    """Whether there are no words in it but "and", "or", and a unit at its end: what follows them is not read."""
+    """Tell whether an answer has no words but "and", "or", and a unit at its end: what follows words is not read."""
     text = _SEPARATOR.sub(",", answer.text)
     word = _WORDED.search(text)
     return word is None or unit_in(text[word.start() :]) is not None
 
 
 def _is_named(answer: Answer, reference: Answer) -> bool:
-    """Whether each of its relations is a name's, "x = 1, y = 2", or describes an interval, "1 < x < 2"."""
+    """Tell whether each relation of an answer is a name's, "x = 1, y = 2", or describes an interval, "1 < x < 2"."""
     tuple_named = _TUPLE_NAMED.match(answer.text)
     if tuple_named is not None and answer.relations == 1:
         names = re.findall("[A-Za-z]", tuple_named[1])

@@ -35,7 +35,7 @@ def _check_row(row: Mapping[str, Any]) -> None:
 
 
 def _reference(row: Mapping[str, Any]) -> tuple[str, Answer]:
-    """The reference as it is written, and as an answer."""
+    """Return the row's reference as it is written, and as an answer."""
     text = answer_of(row)
     boxed = last_boxed(text, outermost=True)
     inner = (text if boxed is None else boxed).strip()
@@ -96,7 +96,7 @@ def math_verify(
 
 
 def _without_library(answer: Answer, reference: Answer) -> bool | None:
-    """Whether they are equal, or of different kinds; None if the library is to say."""
+    """Tell whether answer and reference are equal, if that needs no library; None if the library is to say."""
     if answer.shown == reference.shown:
         return True
     if reference.time is not None or answer.time is not None:

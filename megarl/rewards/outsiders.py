@@ -1,4 +1,4 @@
-"""Starts the processes in which verifiers of others score: one for each function, in each process that scores."""
+"""Starts processes in which verifiers of other packages score: one for each function, in each process that scores."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def start_early(process: Callable[[Isolation], Child]) -> None:
 
 
 def check_outsiders(timeout: float, isolation: Isolation) -> None:
-    """Raises ValueError, in one line that says what to change, for arguments with which no process can be had."""
+    """Raise ValueError, in one line that says what to change, if these arguments allow no process."""
     check_timeout(timeout)
     if isolation == "namespaces":
         check_isolation()

@@ -1,4 +1,4 @@
-"""The soft penalty for overlong responses, as a reward of its own."""
+"""Gives the soft penalty for overlong responses, as a reward of its own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def overlong(
     buffer_len: int,
     penalty_factor: float = 1.0,
 ) -> float:
-    """Fall from 0 to -penalty_factor over the last `buffer_len` tokens (DAPO, arXiv 2503.14476, eq. 13).
+    """Penalise length, from 0 to -penalty_factor over the last `buffer_len` tokens (DAPO, arXiv 2503.14476, eq. 13).
 
     `reward.overlong_buffer` adds the same to the scores of any reward. The row is not read.
 

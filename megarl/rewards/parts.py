@@ -1,4 +1,4 @@
-"""The functions that a score is made of, as the configuration names them."""
+"""Loads the functions that a score is made of, as the configuration names them, and combines their results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LABEL = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A function, or a reward model, with its weight in the score.
+    """Holds a function, or a reward model, with its weight in the score.
 
     Attributes:
         label: its name in the metrics; empty for a reward without parts.
@@ -42,12 +42,12 @@ class Part:
 
     @property
     def key(self) -> str:
-        """The configuration key of the function's name."""
+        """Return the configuration key of the function's name."""
         return f"reward.parts.{self.label}.name" if self.label else "reward.name"
 
     @property
     def by_model(self) -> bool:
-        """Whether a reward model gives it, and no function."""
+        """Tell whether a reward model gives the part's score, and no function."""
         return self.reward.name == BY_MODEL
 
     def applies_to(self, source: str) -> bool:

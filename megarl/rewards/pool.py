@@ -1,4 +1,4 @@
-"""Processes that score responses while others are still being generated."""
+"""Runs processes that score responses while others are still being generated."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LOOKS = 10
 
 @dataclass(eq=False, kw_only=True)
 class _Waiting:
-    """A response that is being scored.
+    """Holds a response that is being scored.
 
     Attributes:
         first: number of its first call; responses that were submitted later have higher ones.
@@ -160,7 +160,7 @@ class RewardPool:
                 leader.process.kill()
 
     def _lead_anew(self) -> None:
-        """Give what waits to another leader, unless that has been tried."""
+        """Give the responses that wait to another leader, unless that has been tried."""
         self._leader.close()
         with self._changed:
             if any(response.again for response in self._waiting.values()):

@@ -17,11 +17,11 @@ _BUSY = (408, 425, 429, 500, 502, 503, 504)  # statuses after which another try 
 
 
 class ServiceError(RuntimeError):
-    """A service gave no score; the message is one line with its address and what it said."""
+    """Raised where a service gave no score; the message is one line with its address and what it said."""
 
 
 class _TryAgain(Exception):
-    """The service is busy or was cut off; the message says how."""
+    """Raised where the service is busy or was cut off; the message says how."""
 
 
 async def post_json(url: str, body: Any, *, timeout: float, retries: int, key: str | None = None) -> Any:
@@ -91,7 +91,7 @@ async def _once(url: str, body: bytes, timeout: float, key: str | None) -> bytes
 
 
 def check_service(url: str, *, timeout: float, retries: int, key_env: str | None) -> None:
-    """Raises ValueError for an address that cannot be one, and for an environment variable that is not set."""
+    """Raise ValueError for an address that cannot be one, and for an environment variable that is not set."""
     try:
         parts = urlsplit(url)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -109,7 +109,7 @@ def check_service(url: str, *, timeout: float, retries: int, key_env: str | None
 
 
 def key_of(variable: str | None) -> str | None:
-    """The token in an environment variable; raises ValueError if it has none, or one that no header can hold."""
+    """Read the token in an environment variable; raises ValueError if there is none, or if no header can hold it."""
     if variable is None:
         return None
     key = os.environ.get(variable, "").strip()
@@ -119,7 +119,7 @@ def key_of(variable: str | None) -> str | None:
 
 
 def number_in(answer: Any, url: str, key: str | None) -> float | Mapping[str, float]:
-    """A score, or a mapping of numbers with "score"; raises ServiceError for another value."""
+    """Read a service's answer: a score, or a mapping of numbers with "score"; raises ServiceError for another value."""
     if isinstance(answer, dict) and "score" in answer:
         numbers = {name: float(value) for name, value in answer.items() if _is_number(value)}
         if "score" in numbers:
@@ -130,7 +130,7 @@ def number_in(answer: Any, url: str, key: str | None) -> float | Mapping[str, fl
 
 
 def _is_number(value: Any) -> bool:
-    """JSON as Python reads it has NaN, and whole numbers of any size."""
+    """Tell whether a value is a number under 1e300: JSON as Python reads it has NaN, and whole numbers of any size."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return abs(value) < 1e300

@@ -1,4 +1,4 @@
-"""Scores as the verifier of the reasoning-gym task does that a row was generated from."""
+"""Scores a response as the verifier of the reasoning-gym task does that the row was generated from."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _check_row(row: Mapping[str, Any], *, isolation: Isolation = "namespaces") -
 
 
 def _compared(response: str, row: Mapping[str, Any]) -> float | None:
-    """The score where the task only compares; None: its verifier is to say."""
+    """Score a response where the task only compares texts or decimals; None: its verifier is to say."""
     compare, answer = COMPARED.get(row["data_source"]), row["answer"]
     return None if compare is None or not isinstance(answer, str) else compare(response.strip(), answer)
 
@@ -53,7 +53,7 @@ def _compared(response: str, row: Mapping[str, Any]) -> float | None:
 def reasoning_gym_score(
     response: str, row: Mapping[str, Any], *, timeout: float = 10.0, isolation: Isolation = "namespaces"
 ) -> float:
-    """The task's own score of the response, 0 to 1.
+    """Return the task's own score of the response, 0 to 1.
 
     Tasks that only compare texts or decimals (`megarl.rewards.reasoning_gym_compared`) are scored here. The verifiers
     of all others run in a sandbox, as programs of `reward.name=code` do, and see no file but Python's library and their

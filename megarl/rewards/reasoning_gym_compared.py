@@ -1,6 +1,6 @@
-"""The tasks of reasoning-gym whose verifiers do no more than compare two texts, or two decimals.
+"""Scores the tasks of reasoning-gym whose verifiers do no more than compare two texts, or two decimals.
 
-These are `ProceduralDataset.score_answer` and `compute_decimal_reward` of reasoning-gym 0.1.25.
+The verifiers are `ProceduralDataset.score_answer` and `compute_decimal_reward` of reasoning-gym 0.1.25.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _OF_TEXT = (
 
 
 def of_text(response: str, answer: str) -> float:
-    """1 for the answer, and its share of the characters if there are others beside it."""
+    """Score 1 for the answer, and its share of the characters if there are others beside it."""
     if not response:
         return 0.0
     if response == answer:

@@ -1,4 +1,4 @@
-"""Values of reasoning-gym's rows as JSON, and back, exactly.
+"""Writes values of reasoning-gym's rows as JSON, and reads them back exactly.
 
 Verifiers compare with what their task generated: arc_agi's tuples are never equal to the lists that JSON makes of them.
 What JSON carries stays as it is; anything else becomes an object with a tag: (1, 2) is
@@ -19,7 +19,7 @@ _FROM_ITEMS: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set
 
 
 def encode(value: Any) -> Any:
-    """Return a value of JSON that `decode` makes equal to `value`, type for type; of numpy's scalars Python's.
+    """Return the JSON that `decode` makes into `value` again, type for type; numpy's scalars become Python's.
 
     Raises:
         ValueError: a type that neither JSON nor this module knows.

@@ -1,4 +1,4 @@
-"""1 for what a regular expression takes out of the response, if it is the reference answer."""
+"""Scores 1 if what a regular expression takes out of the response is the reference answer."""
 
 from __future__ import annotations
 

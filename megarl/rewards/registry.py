@@ -32,7 +32,7 @@ It is given those of the reward's arguments that it names.
 
 @dataclass(frozen=True, kw_only=True)
 class Reward:
-    """A reward function under the name that the configuration gives it.
+    """Holds a reward function under the name that the configuration gives it.
 
     Attributes:
         name: the value of `reward.name`.
@@ -66,7 +66,7 @@ def register(
     check_args: ArgsCheck | None = None,
     prepare: Callable[[], object] | None = None,
 ) -> Callable[[RewardFunction], RewardFunction]:
-    """Decorator: make a reward function known as `reward.name = name`; the others as `Reward` has them."""
+    """Make a reward function known as `reward.name = name`, as its decorator; the other arguments are `Reward`'s."""
     _CHECKS[name] = {"check_row": check_row, "check_args": check_args, "prepare": prepare}
     return _FUNCTIONS.register(name)
 
@@ -78,7 +78,7 @@ def _defaults(function: RewardFunction) -> dict[str, Any]:
 
 
 def parameters_of(function: RewardFunction) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of its signature; empty for an extension's function, of which nothing is known."""
+    """Return the parameters of a function's signature; empty for an extension's function, of which nothing is known."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -86,12 +86,12 @@ def parameters_of(function: RewardFunction) -> Mapping[str, inspect.Parameter]:
 
 
 def is_registered(name: str) -> bool:
-    """Whether the function comes with MegaRL."""
+    """Tell whether a reward function comes with MegaRL."""
     return name in _FUNCTIONS.names()
 
 
 def load_reward(name: str) -> Reward:
-    """The reward called `name`, or the function at `path/to/file.py:function`; raises ValueError as `Registry.load`."""
+    """Load the reward called `name`, or the one at `path/to/file.py:function`; raises ValueError as `Registry.load`."""
     function, known = _FUNCTIONS.load(name), _CHECKS.get(name, {})
     check_values: ArgsCheck | None = known.get("check_args")
     check_columns: RowCheck | None = known.get("check_row")

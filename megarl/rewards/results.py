@@ -24,7 +24,7 @@ _TAKEN = {"mean", "accuracy", "failed", "retried", "greedy", "kl", "overlong_pen
 
 
 class RewardError(RuntimeError):
-    """Responses could not be scored; the message names reward, row and response, and shows the user's frames.
+    """Raised where responses have no score; the message names reward, row and response, and shows the user's frames.
 
     Attributes:
         rank: where that was seen.
@@ -38,7 +38,7 @@ class RewardError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Response:
-    """A response to be scored.
+    """Holds a response to be scored.
 
     Attributes:
         text: the decoded response.
@@ -55,7 +55,7 @@ class Response:
 
 @dataclass(frozen=True, kw_only=True)
 class CallResult:
-    """The score that one call of a reward function gave, or what is wrong; JSON values.
+    """Holds the score that one call of a reward function gave, or what is wrong; JSON values.
 
     Attributes:
         score: None if something is wrong.
@@ -74,7 +74,7 @@ class CallResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Scored:
-    """A response's score.
+    """Holds a response's score.
 
     Attributes:
         score: the weighted sum over the parts.
@@ -93,7 +93,7 @@ class Scored:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why a response has no score.
+    """Says why a response has no score.
 
     Attributes:
         reason: one line.
@@ -113,7 +113,7 @@ class Failure:
 
 
 class NoScore(Exception):
-    """A value is no score; the message is a predicate: "returned ..."."""
+    """Raised for a value that is no score; the message is a predicate: "returned ..."."""
 
 
 NOT_APPLICABLE = object()
@@ -186,7 +186,7 @@ def number(value: Any, verb: str = "returned ") -> float:
 
 
 def finite(number: float, verb: str) -> float:
-    """The number; raises NoScore unless float32 holds it."""
+    """Return the number as it is; raises NoScore unless float32 holds it."""
     if not math.isfinite(number):
         raise NoScore(f"{verb}{number}, which is not finite")
     try:
@@ -197,7 +197,7 @@ def finite(number: float, verb: str) -> float:
 
 
 def _is_number_of_a_library(value: Any) -> bool:
-    """numpy's scalars and torch's of no dimension; what is not imported here has made no value."""
+    """Tell whether a value is a scalar of numpy or torch; a library that is not imported here has made no value."""
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None and isinstance(value, (numpy.bool_, numpy.integer, numpy.floating)):
         return True

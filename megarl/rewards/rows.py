@@ -26,7 +26,7 @@ def answer_hint(columns: Mapping[str, Any]) -> str:
 
 
 def check_answer(row: Mapping[str, Any]) -> None:
-    """Raises ValueError for a row without a reference answer that a response could give."""
+    """Raise ValueError for a row without a reference answer that a response could give."""
     if "answer" not in row:
         hint = answer_hint(row) or f"; set data.answer_key to one of {', '.join(column_names(row))}"
         raise ValueError(f"needs an answer{hint}")

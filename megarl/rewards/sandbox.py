@@ -36,7 +36,7 @@ _SIGXCPU, _SIGKILL = 24, 9
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The end of a program.
+    """Describes the end of a program.
 
     Attributes:
         stdout, stderr: what it wrote, up to the limit; what is not UTF-8 as U+FFFD.
@@ -84,7 +84,7 @@ def run_python(
 
 @dataclass(frozen=True, kw_only=True)
 class Examination:
-    """Tests, as they ask a program.
+    """Holds tests, as they ask a program.
 
     Attributes:
         tests: texts of Python, run one after another in one namespace.
@@ -135,7 +135,7 @@ def run_tests(
 
 @cache
 def _answering() -> bytes:
-    """`megarl.isolation.answer` and what it imports, compiled: the file that the program's process runs."""
+    """Compile `megarl.isolation.answer` and what it imports into the file that the program's process runs."""
     names = [f"megarl.isolation.{name}" for name in ("plain_values", "far", "remote", "answer")]
     codes = []
     for name in names:
@@ -157,7 +157,7 @@ sys.modules["megarl.isolation.answer"].main({CHANNEL})
 
 @cache
 def check_isolation() -> None:
-    """Raises ValueError, in one line that says what to change, where namespaces cannot be made."""
+    """Raise ValueError, in one line that says what to change, where namespaces cannot be made."""
     try:
         outcome = run_python("print(6 * 7)")
     except SandboxError as e:

@@ -16,7 +16,7 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 class Subjects(NamedTuple):
-    """Names in tests.
+    """Holds names that tests use.
 
     Attributes:
         subjects: the names that lead to the program though Python has them too: `sum` in "assert sum(10, 15) == 6".
@@ -28,10 +28,10 @@ class Subjects(NamedTuple):
 
 
 def subjects_of(tests: Sequence[str], entry_point: str | None) -> Subjects:
-    """Read tests.
+    """Find the names in tests that lead to the program, and the functions to be called.
 
     Raises:
-        ValueError: nothing in them names anything of the program, or what does is not run.
+        ValueError: nothing in the tests names anything of the program, or what does is not run.
     """
     trees = [ast.parse(test) for test in tests]
     nodes = [node for tree in trees for node in ast.walk(tree)]
@@ -78,7 +78,7 @@ def _is_pytest(node: ast.stmt) -> bool:
 
 
 def _reached(statements: Sequence[ast.stmt], functions: Sequence[str], subjects: set[str]) -> bool:
-    """Whether what runs comes to a name of the program, over the names that the tests give."""
+    """Tell whether the statements that run come to a name of the program, by way of names that the tests define."""
     given: dict[str, list[ast.stmt]] = {}
     for statement in statements:
         for name in _bound([statement] if isinstance(statement, (*_FUNCTIONS, ast.ClassDef)) else ast.walk(statement)):
@@ -103,7 +103,7 @@ def _reached(statements: Sequence[ast.stmt], functions: Sequence[str], subjects:
 
 
 def _loaded_in(statement: ast.stmt) -> Iterator[str]:
-    """Names that a statement reads; a block's statements are looked at by themselves."""
+    """Yield the names that a statement reads; a block's statements are looked at by themselves."""
     nodes: list[ast.AST] = [statement]
     while nodes:
         node = nodes.pop()
@@ -118,7 +118,7 @@ def _loaded_in(statement: ast.stmt) -> Iterator[str]:
 
 
 def _is_case(node: ast.ClassDef, given: Mapping[str, Sequence[ast.stmt]]) -> bool:
-    """Whether it comes from `unittest.TestCase`."""
+    """Tell whether a class comes from `unittest.TestCase`."""
     if any("TestCase" in ast.unparse(base) for base in node.bases):
         return True
     bases = [base for name in node.bases if isinstance(name, ast.Name) for base in given.get(name.id, [])]
@@ -130,9 +130,9 @@ def _is_text(statement: ast.stmt) -> bool:
 
 
 def _alone_in_asserts(nodes: Sequence[ast.AST], bound: set[str]) -> set[str]:
-    """Names of a module's that are asked about by themselves: `compress` in "assert compress('aab') == 'a2b'".
+    """Find names of Python's modules that asserts ask about alone: `compress` in "assert compress('aab') == 'a2b'".
 
-    One that stands around a name of the program, or of the tests, in another assert is Python's.
+    A name that stands around one of the program, or of the tests, in another assert is Python's.
     """
     alone, around = set[str](), set[str]()
     for node in nodes:
@@ -153,20 +153,20 @@ def _alone_in_asserts(nodes: Sequence[ast.AST], bound: set[str]) -> set[str]:
 
 
 def _library(name: str, used: set[str], in_front: set[str]) -> bool:
-    """Whether it is Python's; `log` in "assert log == [1]" is not the logarithm."""
+    """Tell whether a name is Python's; `log` in "assert log == [1]" is not the logarithm."""
     module = module_of(name) is not None and name in in_front
     return module or hasattr(builtins, name) or (name in OBJECTS and (name in used | CONSTANTS or name[0].isupper()))
 
 
 def _used_in(call: ast.Call) -> Iterator[str]:
-    """Names that are called, and arguments."""
+    """Yield the names that a call names: the function's, and those of arguments."""
     for node in (call.func, *call.args, *(keyword.value for keyword in call.keywords)):
         if isinstance(node, ast.Name):
             yield node.id
 
 
 def _named_alone(trees: list[ast.Module], free: set[str]) -> set[str]:
-    """Find the name meant where Python has all of them: the innermost of a module's, else the outermost of its own."""
+    """Find the name that is meant where Python has them all: the innermost of a module, else the outermost built-in."""
     calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
     named = [(node, node.func.id) for node in calls if isinstance(node.func, ast.Name) and node.func.id in free]
     of_modules = [(node, name) for node, name in named if name in OBJECTS]
@@ -179,7 +179,7 @@ def _named_alone(trees: list[ast.Module], free: set[str]) -> set[str]:
 
 
 def _bound(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    """Names that the tests themselves give."""
+    """Yield the names that the tests themselves define."""
     for node in nodes:
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
             yield node.id

@@ -32,7 +32,7 @@ _FAILED_STARTS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """The functions that a rank has called, and how.
+    """Holds the functions that a rank has called by workers, and how.
 
     Attributes:
         workers: how many processes call functions.
@@ -51,13 +51,13 @@ class Setup:
 
 
 def pause_before_retry(tries: int) -> float:
-    """Seconds before the next try, which double from try to try: 1 after the first one, at most 60."""
+    """Compute the seconds before the next try, which double from try to try: 1 after the first one, at most 60."""
     return min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**tries)
 
 
 @dataclass(eq=False, kw_only=True)
 class _Call:
-    """A response that a function is to score.
+    """Holds a response that a function is to score.
 
     Attributes:
         function: its place in `Setup.functions`.
@@ -80,7 +80,7 @@ class _Call:
 
 @dataclass(eq=False, kw_only=True)
 class _Worker(ForkedWorker):
-    """A reward worker.
+    """Holds the state of a reward worker.
 
     Attributes:
         ready: whether it has imported the functions.
@@ -113,7 +113,7 @@ class Supervisor(ForkedWorkers[_Worker]):
     # ------------------------------------------------------------------------------------------------- the rank
 
     def accept(self, message: bytes) -> None:
-        """Queue a response to score: (number of its first call, places of functions, payload)."""
+        """Put a response to score into the queue: (number of its first call, places of functions, payload)."""
         number, functions, payload = pickle.loads(message)
         for i, function in enumerate(functions):
             self._queue(_Call(number=number + i, function=function, payload=payload))

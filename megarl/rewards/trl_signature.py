@@ -1,7 +1,8 @@
 """Calls reward functions as TRL's GRPOTrainer calls them: lists by name, (prompts, completions, columns ...).
 
-One is known by its parameter `completions`. It is given the columns that it names, or with `**kwargs` all; `log_metric`
-and `log_extra` as TRL has them. To a prompt of messages a completion is a list of one message, else text. Torch-free.
+Such a function is known by its parameter `completions`. It is given the columns that it names, or with `**kwargs` all;
+`log_metric` and `log_extra` as TRL has them. To a prompt of messages a completion is a list of one message, else text.
+Torch-free.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _NO_COLUMNS = ("prompt", "completion", *_NOT_HERE)  # that TRL hands on
 
 
 def is_trl(parameters: Parameters) -> bool:
-    """Whether a function with these parameters is called so."""
+    """Tell whether a function with these parameters is called as TRL calls them."""
     return "completions" in parameters
 
 
@@ -52,14 +53,14 @@ def value_of(value: Any, logged: Mapping[str, Any]) -> Any:
 
 
 def check_parameters(parameters: Parameters, args: Mapping[str, Any], name: str) -> None:
-    """Raises ValueError for a parameter without a default that nothing is known for."""
+    """Raise ValueError for a parameter without a default whose value TRL hands on and MegaRL does not."""
     for parameter in needed(parameters, args):
         if parameter in _NOT_HERE:
             raise ValueError(f"reward {name} takes TRL's {parameter}, which is not handed on; give it a default")
 
 
 def needed(parameters: Parameters, args: Mapping[str, Any]) -> list[str]:
-    """The parameters that only columns can be given for."""
+    """List the parameters that only columns can be given for."""
     return [
         name
         for name, p in parameters.items()
@@ -68,7 +69,7 @@ def needed(parameters: Parameters, args: Mapping[str, Any]) -> list[str]:
 
 
 def check_row(row: Mapping[str, Any], parameters: Parameters, args: Mapping[str, Any]) -> None:
-    """Raises ValueError for a row without a column that the function names."""
+    """Raise ValueError for a row without a column that the function names."""
     missing = [name for name in needed(parameters, args) if name not in row or name in _NO_COLUMNS]
     if missing:
         raise ValueError(

@@ -1,6 +1,6 @@
 """Calls reward functions as verl calls them: (data_source, solution_str, ground_truth, extra_info).
 
-One is known by its parameters' names. The row's columns are verl's: `data_source`, `extra_info`, and
+Such a function is known by its parameters' names. The row's columns are verl's: `data_source`, `extra_info`, and
 `reward_model.ground_truth`, which `data.answer_key` names. Torch-free.
 """
 
@@ -17,7 +17,7 @@ MANY = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 
 
 def names_of(parameters: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return which of these names a function takes; empty for one that is not called that way."""
+    """Return which of verl's names a function takes; empty for a function that is not called as verl calls them."""
     for names in (ONE, MANY):
         if set(names[:3]) <= set(parameters):
             return tuple(name for name in names if name in parameters)

@@ -33,7 +33,7 @@ Calls = list[tuple[int, int, bytes]]
 
 @dataclass(frozen=True, kw_only=True)
 class Function:
-    """A reward function, as a worker finds it.
+    """Describes a reward function, as a worker finds it.
 
     Attributes:
         name: the value of `reward.name`, or of a part's name.

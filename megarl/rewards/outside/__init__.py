@@ -1,1 +1,1 @@
-"""Calls verifiers of others: run by `megarl.workers.Child`, and imported by nobody else."""
+"""Calls verifiers of other packages: run by `megarl.workers.Child`, and imported by nobody else."""

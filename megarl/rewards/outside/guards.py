@@ -41,7 +41,7 @@ _COMPLEX = re.compile(r"(?:[-+.0-9ij()\s]|(?<=[0-9.])e[-+]?[0-9]{1,2}(?![0-9])){
 
 
 class Refused(Exception):
-    """Text that the grammar does not have."""
+    """Raised for text that the grammar does not have."""
 
 
 def _tree(text: str) -> ast.expr:
@@ -54,7 +54,7 @@ def _tree(text: str) -> ast.expr:
 
 
 def _literal(text: str) -> str:
-    """A list or tuple of numbers, texts, and lists of them."""
+    """Rewrite a list or tuple of numbers, texts, and lists of them; raises Refused for other text."""
 
     def check(value: object, depth: int) -> None:
         if isinstance(value, list | tuple) and depth:
@@ -74,7 +74,8 @@ def _literal(text: str) -> str:
 
 
 def _formula(text: str) -> str:
-    """Whole numbers and decimals, letters, the four operations, bounded powers, and functions of one argument."""
+    """Rewrite a formula of whole numbers and decimals, letters, the four operations, bounded powers, and functions of
+    one argument; raises Refused for other text."""
     tree = _tree(text)
     _check_formula(tree)
     try:
@@ -105,7 +106,7 @@ def _check_formula(node: ast.expr) -> None:
 
 
 def _check_exponent(base: ast.expr, exponent: ast.expr) -> None:
-    """A small number; another formula only over a letter, which no power makes long: 9**(9**9) is refused."""
+    """Refuse exponents except small numbers, and formulas over a letter, which no power makes long: no 9**(9**9)."""
     try:
         if abs(_value(exponent)) > _POWER:
             raise Refused
@@ -118,11 +119,11 @@ def _check_exponent(base: ast.expr, exponent: ast.expr) -> None:
 
 
 class Unknown(Exception):
-    """A formula that is no number."""
+    """Raised for a formula that is no number."""
 
 
 def _value(node: ast.expr) -> Fraction:
-    """The number that a formula of numbers is, exactly; powers are not in it."""
+    """Compute the number that a formula is, exactly; raises Unknown for letters, powers and functions."""
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool) and math.isfinite(number):
             return Fraction(number)
@@ -141,7 +142,7 @@ def _value(node: ast.expr) -> Fraction:
 
 
 def _sum_of_whole_numbers(text: str) -> ast.expr:
-    """The four operations on whole numbers, and nothing else."""
+    """Parse the four operations on whole numbers; raises Refused for anything else."""
     tree = _tree(text)
     _check_formula(tree)
     for node in ast.walk(tree):
@@ -165,7 +166,7 @@ def _countdown(response: str, entry: Entry) -> str | None:
 
 
 def _puzzle24(response: str, entry: Entry) -> str | None:
-    """The task takes any four numbers, and 24.5 for 24."""
+    """Accept the row's four numbers if they make 24: the task takes any four numbers, and 24.5 for 24."""
     tree = _sum_of_whole_numbers(response)
     used = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
     if sorted(used) != sorted(entry["metadata"]["numbers"]) or _value(tree) != 24:  # type: ignore[type-var]
@@ -178,7 +179,7 @@ def _of_variable(response: str, entry: Entry) -> str | None:
 
 
 def _numbers(response: str, entry: Entry) -> str | None:
-    """NaN is neither more nor less than any number, and passes all comparisons of the task."""
+    """Accept finite numbers alone: NaN is neither more nor less than any number, and passes the task's comparisons."""
     values = json.loads(response.replace("'", '"'))
     if not isinstance(values, list) or not all(math.isfinite(float(value)) for value in values):
         return None
@@ -186,18 +187,19 @@ def _numbers(response: str, entry: Entry) -> str | None:
 
 
 def _complex(response: str, entry: Entry) -> str | None:
-    """The task pays in full for NaN."""
+    """Accept complex numbers without NaN, for which the task pays in full."""
     return response if _COMPLEX.fullmatch(response) else None
 
 
 def _truth(response: str, entry: Entry) -> str | None:
-    """The task compares the truth of texts, and any text is true."""
+    """Accept the row's answer alone: the task compares the truth of texts, and any text is true."""
     text = response.strip().rstrip(".").casefold()
     return str(entry["answer"]) if text == str(entry["answer"]).casefold() else None
 
 
 def _probability(response: str, entry: Entry) -> str | None:
-    """The task pays for the first digits, "0", and for anything within 0.0001 of a small probability."""
+    """Accept a probability within 0.0001 and 1 %: the task pays for the first digits, "0", and for anything within
+    0.0001 of a small one."""
     text = response.strip().replace(",", "")
     if not _NUMBER.fullmatch(text):
         return None
@@ -206,7 +208,7 @@ def _probability(response: str, entry: Entry) -> str | None:
 
 
 def _conclusion(response: str, entry: Entry) -> str | None:
-    """The task pays in full for premises, alone or joined, which follow from themselves."""
+    """Refuse premises, alone or joined: they follow from themselves, and the task pays for them in full."""
     metadata, formula = entry["metadata"], _without_brackets(response)
     example, premises = metadata["example_answer"], metadata["premises"]
     if formula == _without_brackets(example):
@@ -254,7 +256,7 @@ def guarded(task: str, response: str, entry: Entry) -> str | None:
 
 
 def _bits(text: str) -> None:
-    """Whole numbers, hexadecimal too, and operations on their bits."""
+    """Refuse text other than whole numbers, hexadecimal too, and operations on their bits."""
 
     def check(node: ast.expr) -> None:
         match node:

@@ -39,7 +39,7 @@ def prepare() -> None:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """{"reference": LaTeX, "response": LaTeX} -> {"score": 1.0 if the library finds them equal, else 0.0}."""
+    """Answer {"reference": LaTeX, "response": LaTeX} with {"score": 1.0 if the library finds them equal, else 0.0}."""
     from math_verify import verify
 
     try:

@@ -67,7 +67,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _entry(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Anew for every call: verifiers change what they are given."""
+    """Make the entry of a row anew for every call: verifiers change what they are given."""
     return {"question": row["question"], "answer": decode(row["answer"]), "metadata": decode(row["metadata"])}
 
 
@@ -101,7 +101,7 @@ def _row_refusal(row: Mapping[str, Any]) -> str:
 
 @cache
 def _names_no_answer(task: str) -> bool:
-    """Whether the task has many right answers, and generates none."""
+    """Tell whether the task has many right answers, and generates none."""
     import reasoning_gym
 
     return reasoning_gym.create_dataset(task, seed=1, size=1)[0]["answer"] is None
@@ -109,9 +109,9 @@ def _names_no_answer(task: str) -> bool:
 
 @cache
 def verifier_of(task: str) -> Verifier:
-    """The score function of a task; raises ValueError if reasoning-gym has none of that name.
+    """Return the score function of a task; raises ValueError if reasoning-gym has no task of that name.
 
-    It is kept: to make one, arc_agi and others read all their data.
+    The function is kept: to make one, arc_agi and others read all their data.
     """
     import reasoning_gym
 
@@ -123,7 +123,7 @@ def verifier_of(task: str) -> Verifier:
 
 @cache
 def _unguarded(task: str) -> str:
-    """Why a task of a newer reasoning-gym is refused: it evaluates text, and nothing is known of it here."""
+    """Say why a task of a newer reasoning-gym is refused: it evaluates text, and nothing is known of it here."""
     names = evaluating_calls(task)
     if not names or task in GUARDS or task in EVALUATED or task in GENERATING:
         return ""
@@ -133,7 +133,7 @@ def _unguarded(task: str) -> str:
 
 
 def evaluating_calls(task: str) -> set[str]:
-    """The functions among `EVALUATING` that the module of a task calls."""
+    """Return the functions among `EVALUATING` that the module of a task calls."""
     from reasoning_gym.factory import DATASETS
 
     tree = ast.parse(inspect.getsource(sys.modules[DATASETS[task][0].__module__]))
