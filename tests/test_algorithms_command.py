@@ -84,7 +84,7 @@ def test_methods_are_every_flow_and_their_settings_are_configurations() -> None:
 def test_one_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["algorithms", "gae"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("algorithm.adv_estimator=gae\n\nDecaying sums of the critic's errors")
+    assert out.startswith("algorithm.adv_estimator=gae\n\nCompute decaying sums of the critic's errors")
     assert out.splitlines()[-3:] == [
         "paper: GAE, arXiv 1506.02438, eq. 16; decoupled from the critic's: VC-PPO, 2503.01491",
         "keys: algorithm.gamma, algorithm.lam, critic.lam",

@@ -9,7 +9,7 @@ from megarl.models.families import llama
 
 
 def architecture(config: dict[str, Any]) -> Architecture:
-    """From a Hugging Face `SeedOssConfig`."""
+    """Read a Hugging Face `SeedOssConfig`."""
     if config.get("attention_out_bias"):
         raise ValueError("seed_oss: attention_out_bias = true is not supported")
     bias = bool(config.get("attention_bias", True))

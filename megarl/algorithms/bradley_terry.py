@@ -11,7 +11,7 @@ from megarl.algorithms.pairs import pair_metrics, pair_weights, preferred
 
 @about("InstructGPT, arXiv 2203.02155, eq. 1; margins: Llama 2, arXiv 2307.09288, eq. 2", keys=["data.margin_key"])
 class BradleyTerry:
-    """-log sigmoid(score_chosen - score_rejected - margin), the margin being the label of the pair."""
+    """Computes -log sigmoid(score_chosen - score_rejected - margin), the margin being the label of the pair."""
 
     columns: ClassVar = ("labels",)
     scope: ClassVar[Literal["pair"]] = "pair"

@@ -71,7 +71,7 @@ class About:
 def about(
     paper: str, *, keys: Sequence[str] = (), needs: Needs | None = None, sharded: bool = False
 ) -> Callable[[T], T]:
-    """Decorator: declares a function or class, for checks before a run and for `megarl algorithms`."""
+    """Decorate a function or class with its declaration, for checks before a run and for `megarl algorithms`."""
 
     def declare(thing: T) -> T:
         thing.about = About(paper=paper, keys=tuple(keys), needs=needs or Needs(), sharded=sharded)  # type: ignore[attr-defined]
@@ -81,7 +81,7 @@ def about(
 
 
 def about_of(thing: Any) -> About:
-    """Return the declaration. An undeclared algorithm gets `old_logp` and no extra model."""
+    """Return the declaration of an algorithm. An undeclared algorithm gets `old_logp` and no extra model."""
     declared = getattr(thing, "about", None)
     return declared if isinstance(declared, About) else About(needs=Needs(old_logp=True))
 

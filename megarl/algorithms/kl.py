@@ -1,4 +1,4 @@
-"""Per-token estimators of KL(policy || reference) from one sampled token, and the controller of its coefficient."""
+"""Estimates KL(policy || reference) per token from one sampled token, and controls the KL's coefficient."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_LOG_RATIO = 20.0
 
 
 def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: KlPenalty) -> Tensor:
-    """Estimators of http://joschu.net/blog/kl-approx.html, in nats per token, shape of the inputs.
+    """Estimate the KL as http://joschu.net/blog/kl-approx.html does, in nats per token, shape of the inputs.
 
     k1 = log p/q is unbiased with high variance; k2 = (log p/q)^2 / 2 has low variance and a biased value;
     k3 = q/p - 1 - log q/p is unbiased and never negative; abs = |log p/q|.
@@ -28,7 +28,7 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: KlPenalty) -> Tensor:
 
 
 def kl_loss(logp: Tensor, ref_logp: Tensor, kind: KlLoss) -> Tensor:
-    """The same as a loss, differentiable in `logp`.
+    """Estimate the KL as a loss, differentiable in `logp`.
 
     On-policy the gradient of k2 is that of the KL, in expectation; that of k1 is 0, and that of k3 biased (Schulman, as
     above; arXiv 2510.01555). `k1+` and `k3+` have the value of k1 and k3, and the gradient of k2.
@@ -41,7 +41,7 @@ def kl_loss(logp: Tensor, ref_logp: Tensor, kind: KlLoss) -> Tensor:
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
-    """Log-ratios within +-MAX_LOG_RATIO; beyond, the gradient is 0."""
+    """Clamp log-ratios to +-MAX_LOG_RATIO; beyond, the gradient is 0."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
@@ -61,14 +61,14 @@ class AdaptiveKlController:
         self.coefficient, self.target, self.horizon = coefficient, target, horizon
 
     def state(self) -> float:
-        """The coefficient."""
+        """Return the coefficient."""
         return self.coefficient
 
     def load_state(self, coefficient: float) -> None:
-        """Go on with it."""
+        """Go on with a saved coefficient."""
         self.coefficient = coefficient
 
     def update(self, kl_per_sequence: float, sequences: int) -> None:
-        """After a step with the given mean KL (nats per sequence) over that many sequences."""
+        """Adjust the coefficient after a step with the given mean KL (nats per sequence) over that many sequences."""
         error = max(-0.2, min(0.2, kl_per_sequence / self.target - 1.0))
         self.coefficient *= max(SMALLEST_FACTOR, 1.0 + error * sequences / self.horizon)

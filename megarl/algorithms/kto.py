@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimization: answers that are desirable or not, in no pairs."""
+"""Computes the loss of Kahneman-Tversky optimization, on answers that are desirable or not, without pairs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megarl.config.algorithm import PreferenceConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Kto:
-    """w (1 - sigmoid(s beta (r - z))), r = log pi / pi_ref of an answer, z the batch's `reference_point`, s = 1 for a
-    desirable answer and -1 for another, w the weight of its kind (arXiv 2402.01306, eq. 8).
+    """Computes w (1 - sigmoid(s beta (r - z))), r = log pi / pi_ref of an answer, z the batch's `reference_point`,
+    s = 1 for a desirable answer and -1 for another, w the weight of its kind (arXiv 2402.01306, eq. 8).
 
-    Its metrics are means over the answers: `reward` beta r, `margin` s beta (r - z), `accuracy` the share on their
+    The metrics are means over the answers: `reward` beta r, `margin` s beta (r - z), `accuracy` the share on their
     right side of z, and `reference_point`.
     """
 
@@ -50,5 +50,5 @@ class Kto:
     needs=Needs(reference=True),
 )
 def kto(preference: PreferenceConfig) -> Kto:
-    """A sigmoid of how far an answer's log-ratio to the reference is from the mean over mismatched answers."""
+    """Compute a sigmoid of how far an answer's log-ratio to the reference is from the mean over mismatched answers."""
     return with_options(Kto, preference)

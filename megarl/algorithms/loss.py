@@ -1,4 +1,4 @@
-"""Input and output of a loss. Losses have their denominator in the weights and know no ranks."""
+"""Defines the input and output of a loss. Losses have their denominator in the weights and know no ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Reduce = Literal["sum", "max", "first"]
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """A number about an update, which its micro-batches and ranks contribute to.
+    """Holds a number about an update, to which its micro-batches and ranks contribute.
 
     Attributes:
         value: a scalar.
@@ -58,17 +58,17 @@ class LossInput:
 
     @property
     def old_logp(self) -> Tensor:
-        """[R], before the update; in the only update on a batch they are the log-probabilities themselves."""
+        """Return the log-probabilities before the update, [R]; in the only update on a batch they are the output."""
         old = self.columns.get("old_logp")
         return self.output.detach() if old is None else old
 
     def per_sequence(self, per_token: Tensor) -> Tensor:
-        """[R] -> [S], sums over the trained tokens of each sequence; differentiable, and always in the same order."""
+        """Sum over the trained tokens of each sequence, [R] -> [S]; differentiable, and always in the same order."""
         assert self.lengths is not None, "only a loss with the scope of sequences sees whole ones"
         return torch.segment_reduce(per_token, "sum", lengths=self.lengths, initial=0.0, unsafe=True)
 
     def mean_per_sequence(self, per_token: Tensor) -> Tensor:
-        """[R] -> [S], means over the tokens whose weight is not 0, each counted once; 0 for a sequence without any.
+        """Average over a sequence's tokens of weight other than 0, each counted once: [R] -> [S], 0 if there are none.
 
         Args:
             per_token: 0 where the weight is 0, as all that is computed from `weighted`.
@@ -77,15 +77,15 @@ class LossInput:
         return self.per_sequence(per_token) / counted.clamp_min(1.0)
 
     def sequence_weights(self) -> Tensor:
-        """[S], the shares of whole sequences."""
+        """Sum each sequence's weights: [S], the shares of whole sequences."""
         return self.per_sequence(self.weights)
 
     def pairs(self, per_sequence: Tensor) -> tuple[Tensor, Tensor]:
-        """[S] -> those of the chosen and those of the rejected responses, [S / 2] each."""
+        """Split values [S] into those of the chosen and those of the rejected responses, [S / 2] each."""
         return per_sequence[0::2], per_sequence[1::2]
 
     def weighted(self) -> LossInput:
-        """The same with 0 in place of every value of weight 0."""
+        """Return the input with 0 in place of every value of weight 0."""
         kept = self.weights != 0
 
         def only_kept(x: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ class LossInput:
 
 @dataclass(frozen=True, kw_only=True)
 class LossOutput:
-    """A share of a mini-batch's loss.
+    """Holds a share of a mini-batch's loss.
 
     Attributes:
         loss: scalar to differentiate; the shares add up.
@@ -123,14 +123,14 @@ prepare: (batch, sequences of the mini-batch) -> the batch with columns that dep
 
 
 def columns_of(loss: Loss) -> tuple[str, ...]:
-    """The columns of a batch that a loss reads."""
+    """List the columns of a batch that a loss reads."""
     return tuple(getattr(loss, "columns", ()))
 
 
 def columns_for(
     loss: Loss, batch: Batch, per: Literal["token", "sequence"]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The columns that a loss reads: those with a value per token [T], and those with one per sequence [N].
+    """Return the columns that a loss reads: those with a value per token [T], and those with one per sequence [N].
 
     Args:
         per: what a model's head computes a number for. A loss that sees tokens has the values of their sequences there.
@@ -151,7 +151,7 @@ def scope_of(loss: Loss) -> Scope:
 
 
 def prepared(loss: Loss, batch: Batch, sequences: Sequence[int]) -> Batch:
-    """The batch with what the loss wants to know of a whole mini-batch, for which every rank gets all tokens."""
+    """Add to a batch what the loss must know of a whole mini-batch, for which every rank gets all tokens."""
     if not _prepares(loss):
         return batch
     return batch.changed_as_a_whole(lambda whole: loss.prepare(whole, sequences))  # type: ignore[attr-defined]
@@ -162,7 +162,7 @@ def _prepares(loss: Loss) -> bool:
 
 
 class Sum:
-    """Several losses as one; metrics of the same name are those of the last."""
+    """Adds up several losses; of metrics with the same name it reports those of the last loss."""
 
     def __init__(self, *parts: Loss) -> None:
         self.parts = parts

@@ -1,4 +1,4 @@
-"""Methods that are a flow, or keys that are set together. What one key names is in `megarl.algorithms.registry`."""
+"""Lists methods that are a flow or several keys. What one key names is in `megarl.algorithms.registry`."""
 
 from __future__ import annotations
 

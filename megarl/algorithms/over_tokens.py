@@ -1,7 +1,7 @@
-"""Numbers about all trained tokens of a batch, whichever ranks have them: every rank calls these functions, and gets
-the same bits, however many ranks there are.
+"""Computes numbers about all trained tokens of a batch, whichever ranks have them: every rank calls these functions,
+and gets the same bits, however many ranks there are.
 
-A rank has R of them; what it knows of them are vectors [R], as `Batch.trained` gives them.
+A rank has R of the tokens; what it knows of them are vectors [R], as `Batch.trained` gives them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def total(batch: Batch, x: Tensor) -> Tensor:
 
 
 def mean(batch: Batch, x: Tensor) -> float:
-    """Average [R]; NaN if there are none."""
+    """Average the values [R] of all ranks; NaN if there are none."""
     return float(total(batch, x) / count(batch))
 
 

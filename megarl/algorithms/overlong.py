@@ -1,4 +1,4 @@
-"""The soft penalty for responses that come near their greatest length. Torch-free."""
+"""Computes the soft penalty for responses that come near their greatest length. Torch-free."""
 
 from __future__ import annotations
 

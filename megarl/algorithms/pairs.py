@@ -1,4 +1,4 @@
-"""Parts of losses on pairs: rewards of sequences, the comparison of chosen and rejected ones, metrics."""
+"""Computes parts of losses on pairs: rewards of sequences, the comparison of chosen and rejected ones, metrics."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from megarl.algorithms.loss import LossInput, LossOutput, Metric
 
 
 def log_probs_of_sequences(x: LossInput, per_token: Tensor, *, mean: bool) -> Tensor:
-    """[R] -> [S], sums over the trained tokens of each sequence, or means over them; nats."""
+    """Sum over the trained tokens of each sequence, or average over them: [R] -> [S], nats."""
     return x.mean_per_sequence(per_token) if mean else x.per_sequence(per_token)
 
 
 def pair_weights(x: LossInput, per_sequence: Tensor) -> Tensor:
-    """[S] -> [S / 2], the shares of pairs from those of sequences."""
+    """Compute the shares of pairs from those of sequences: [S] -> [S / 2]."""
     chosen, rejected = x.pairs(per_sequence)
     return chosen + rejected
 
 
 def preferred(margin: Tensor, label_smoothing: float) -> Tensor:
-    """Minus the log-probability that the chosen answer wins, logistic in the margin of its reward (Bradley and Terry).
+    """Compute -log P(the chosen answer wins), P being logistic in the margin of its reward (Bradley and Terry).
 
     Args:
         label_smoothing: the share of pairs that are the wrong way round; the cross-entropy against it is "conservative"
@@ -32,7 +32,7 @@ def preferred(margin: Tensor, label_smoothing: float) -> Tensor:
 
 
 def chosen_cross_entropy(x: LossInput, weights: Tensor) -> Tensor:
-    """Scalar: minus the mean log-probability per token of each chosen answer, averaged over the pairs.
+    """Compute minus the mean log-probability per token of each chosen answer, averaged over the pairs; a scalar.
 
     Args:
         weights: float32 [S / 2], shares of the pairs.
@@ -42,7 +42,7 @@ def chosen_cross_entropy(x: LossInput, weights: Tensor) -> Tensor:
 
 
 def pair_output(x: LossInput, loss: Tensor, rewards: Tensor, weights: Tensor, *, sft_coef: float) -> LossOutput:
-    """A loss on pairs with its `pair_metrics`, which has the same arguments.
+    """Return a loss on pairs with its `pair_metrics`, which has the same arguments.
 
     Args:
         sft_coef: weight of `chosen_cross_entropy` beside the loss.
@@ -53,8 +53,8 @@ def pair_output(x: LossInput, loss: Tensor, rewards: Tensor, weights: Tensor, *,
 
 
 def pair_metrics(x: LossInput, rewards: Tensor, weights: Tensor) -> dict[str, Metric]:
-    """Means over the pairs: chosen_reward, rejected_reward, their difference `margin`, and `accuracy`, the share of
-    pairs whose chosen answer has the higher reward.
+    """Compute means over the pairs: chosen_reward, rejected_reward, their difference `margin`, and `accuracy`, the
+    share of pairs whose chosen answer has the higher reward.
 
     Args:
         rewards: float32 [S].

@@ -1,4 +1,4 @@
-"""The ratio of the policy's probabilities to those before the update, its clipping, and what is told about it."""
+"""Computes the ratio of the policy's probabilities to those before the update, its clipping, and metrics of it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ CLIP_KEYS = ("actor.clip_ratio", "actor.clip_ratio_low", "actor.clip_ratio_high"
 
 
 def log_ratio(x: LossInput) -> Tensor:
-    """log p_new / p_old per token, bounded; float32 [R], nats, differentiable."""
+    """Compute log p_new / p_old per token, bounded; float32 [R], nats, differentiable."""
     return bounded(x.output - x.old_logp)
 
 
 def clipped_surrogate(cost: Tensor, ratio: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
-    """The larger of cost x ratio and cost x clipped ratio (PPO, arXiv 1707.06347, eq. 7).
+    """Compute the larger of cost x ratio and cost x clipped ratio (PPO, arXiv 1707.06347, eq. 7).
 
     Args:
         cost: minus the advantages, [R] or [S].
@@ -32,7 +32,7 @@ def clipped_surrogate(cost: Tensor, ratio: Tensor, clip_low: float, clip_high: f
 
 
 def policy_output(x: LossInput, loss: Tensor, log_ratios: Tensor, clipfrac: Tensor | None = None) -> LossOutput:
-    """A policy's loss with what an update reports.
+    """Return a policy's loss with the metrics that an update reports.
 
     Args:
         loss: scalar, differentiable.

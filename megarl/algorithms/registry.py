@@ -1,4 +1,4 @@
-"""Names of advantage estimators and losses, and loading one from a user's file."""
+"""Names advantage estimators and losses, and loads them from a user's file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Terms beside a policy loss: entropy, and the KL to a reference."""
+"""Computes terms beside a policy loss: entropy, and the KL to a reference."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.algorithms.loss import LossInput, LossOutput, Metric
 
 @dataclass(frozen=True, kw_only=True)
 class Entropy:
-    """Minus the entropy of the next token's distribution, so that it is kept up (arXiv 1602.01783, section 4)."""
+    """Computes minus the entropy of the next-token distribution, to keep entropy up (arXiv 1602.01783, section 4)."""
 
     coeff: float
 
@@ -23,7 +23,7 @@ class Entropy:
 
 @dataclass(frozen=True, kw_only=True)
 class KlToReference:
-    """The KL to the reference, estimated at the sampled tokens (GRPO, arXiv 2402.03300, eq. 4).
+    """Computes the KL to the reference, estimated at the sampled tokens (GRPO, arXiv 2402.03300, eq. 4).
 
     Attributes:
         coef: 0 only reports it.

@@ -1,4 +1,4 @@
-"""Sums over the trained tokens that are still to come. Tokens between them that are not trained are passed over.
+"""Sums over the trained tokens that follow a trained token. Tokens between them that are not trained are passed over.
 
 A rank has R trained tokens of M sequences; a sequence's come one after another.
 """
@@ -12,10 +12,10 @@ from megarl.types import Batch
 
 
 def discounted_sums(x: Tensor, lengths: Tensor, factor: float) -> Tensor:
-    """At each trained token x_0 + factor x_1 + factor^2 x_2 + ..., over it and those after it in its sequence.
+    """Compute at each trained token x_0 + factor x_1 + factor^2 x_2 + ..., over it and those after it in its sequence.
 
-    It goes from the last tokens to the first, all sequences at once, the longest first: those that still have a token
-    are the first so many.
+    The loop goes from the last tokens to the first, all sequences at once, the longest first: the sequences that still
+    have a token are the first so many.
 
     Args:
         x: float64 [R].
@@ -37,10 +37,10 @@ def discounted_sums(x: Tensor, lengths: Tensor, factor: float) -> Tensor:
 
 
 def gae_advantages(batch: Batch, gamma: float, lam: float) -> Tensor:
-    """Generalised advantage estimation (arXiv 1506.02438, eq. 16); float64 [R].
+    """Estimate generalised advantages (arXiv 1506.02438, eq. 16); float64 [R].
 
-    The sum of (gamma lam)^l delta_(t+l), with delta_t = reward_t + gamma value_(t+1) - value_t (eq. 10) and the value 0
-    after the last trained token.
+    Each is the sum of (gamma lam)^l delta_(t+l), with delta_t = reward_t + gamma value_(t+1) - value_t (eq. 10) and the
+    value 0 after the last trained token.
     """
     assert batch.token_rewards is not None and batch.values is not None
     lengths = batch.own_response_lengths
@@ -61,7 +61,7 @@ def value_targets(batch: Batch, gamma: float, lam: float) -> Tensor:
 
 
 def explained_variance(batch: Batch) -> float:
-    """1 - Var(returns - values) / Var(returns) over the trained tokens: 1 is perfect, 0 no better than their mean."""
+    """Compute 1 - Var(returns - values) / Var(returns) over trained tokens: 1 is perfect, 0 no better than the mean."""
     assert batch.values is not None and batch.returns is not None
     returns = batch.trained(batch.returns).double()
     error = returns - batch.trained(batch.values).double()

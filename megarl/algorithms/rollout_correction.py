@@ -20,10 +20,10 @@ from megarl.types import Batch
 
 
 def correct_rollouts(batch: Batch, config: RolloutCorrectionConfig) -> Batch:
-    """The batch with `importance`, float32 [T]: truncated importance weights, 0 for rejected tokens.
+    """Add `importance` to a batch, float32 [T]: truncated importance weights, 0 for rejected tokens.
 
-    Unchanged if no correction is asked for. The ratio is p_train / p_rollout of each sampled token; of a sequence,
-    their product (`sequence`) or geometric mean (`geometric`).
+    The batch stays as it is if no correction is asked for. The ratio is p_train / p_rollout of each sampled token; of a
+    sequence, their product (`sequence`) or geometric mean (`geometric`).
     """
     if not config.corrects:
         return batch
@@ -46,14 +46,14 @@ def correct_rollouts(batch: Batch, config: RolloutCorrectionConfig) -> Batch:
 
 
 def without_truncated(batch: Batch) -> Batch:
-    """The batch with weight 0 for the tokens of responses that were cut off (DAPO, arXiv 2503.14476, section 3.4)."""
+    """Give weight 0 to the tokens of responses that were cut off (DAPO, arXiv 2503.14476, section 3.4)."""
     assert batch.truncated is not None
     weights = batch.response_mask.float() if batch.importance is None else batch.importance
     return batch.with_(importance=torch.where(batch.spread(batch.truncated), 0.0, weights))
 
 
 def log_ratios(batch: Batch) -> Tensor:
-    """log p_train / p_rollout of each response token, 0 at prompt tokens; float32 [T], nats."""
+    """Compute log p_train / p_rollout of each response token, 0 at prompt tokens; float32 [T], nats."""
     assert batch.old_logp is not None and batch.rollout_logp is not None
     return torch.where(batch.response_mask, batch.old_logp - batch.rollout_logp, 0.0)
 
@@ -94,7 +94,7 @@ def _mean_weight(batch: Batch, weights: Tensor, level: str) -> float:
 
 
 def _at_level(batch: Batch, log_ratio: Tensor, level: str) -> Tensor:
-    """Log-ratio at each token [T]: of the token itself, or of its whole sequence."""
+    """Return the log-ratio at each token [T]: of the token itself, or of its whole sequence."""
     if level == "token":
         return log_ratio
     of_sequence = batch.sum_per_sequence(log_ratio)

@@ -1,4 +1,4 @@
-"""The critic's loss: PPO's clipped squared error."""
+"""Computes the critic's loss: PPO's clipped squared error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.algorithms.loss import LossInput, LossOutput, Metric
 
 @dataclass(frozen=True, kw_only=True)
 class ValueLoss:
-    """0.5 max((v - R)^2, (clip(v, old - c, old + c) - R)^2) (arXiv 2005.12729, section 3).
+    """Computes 0.5 max((v - R)^2, (clip(v, old - c, old + c) - R)^2) (arXiv 2005.12729, section 3).
 
     Attributes:
         cliprange: c, how far a value moves from that before the update; None: any distance.

@@ -1,4 +1,4 @@
-"""Advantages of mean 0 and standard deviation 1 over a batch."""
+"""Whitens advantages: mean 0 and standard deviation 1 over a batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.types import Batch
 
 
 def whitened(batch: Batch, x: Tensor, eps: float = 1e-8) -> Tensor:
-    """(x - mean) / sqrt(variance + eps), the variance unbiased, as in PPO for RLHF (arXiv 2403.17031).
+    """Compute (x - mean) / sqrt(variance + eps), the variance unbiased, as in PPO for RLHF (arXiv 2403.17031).
 
     Args:
         x: float64 [R], at the trained tokens of the batch that this rank has.

@@ -1,1 +1,1 @@
-"""Flows: functions over roles that say what a run does, each written as its algorithm is."""
+"""Holds the flows: functions over roles that say what a run does, each written as its algorithm is."""

@@ -1,4 +1,4 @@
-"""Evaluation of a checkpoint: held-out prompts are answered and scored, and nothing is trained."""
+"""Evaluates a checkpoint: held-out prompts are answered and scored, and nothing is trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KTO (arXiv 2402.01306): training on answers that are said to be desirable or not."""
+"""Trains with KTO (arXiv 2402.01306) on answers that are said to be desirable or not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learning from answers that the data holds: a batch of examples, an update, over and over."""
+"""Trains on answers that the data holds: a batch of examples, an update, over and over."""
 
 from __future__ import annotations
 

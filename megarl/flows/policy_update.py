@@ -1,4 +1,4 @@
-"""The actor's part of a step: log-probabilities of a batch, then the optimizer steps on it."""
+"""Does the actor's part of a step: log-probabilities of a batch, then the optimizer's steps on it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class PolicyUpdate:
         return batch
 
     def optimize(self, batch: Batch, plan: StepPlan) -> Batch:
-        """Take the optimizer steps of the batch, if the actor trains in this step; returns it with `old_logp`."""
+        """Take the optimizer steps of the batch, if the actor trains now; returns the batch with `old_logp`."""
         run, settings = self._run, self._run.config.actor_rollout_ref.actor
         passes = (3 * settings.ppo_epochs if self._trains else 0) + (batch.old_logp is not None)
         run.records.pace.passed(batch, passes, plan.saved)
@@ -66,7 +66,7 @@ class PolicyUpdate:
 
 
 def per_update(batch: Batch, prompts: int, config: Config) -> int:
-    """Return how many sequences of the batch an optimizer step has that is to have so many prompts.
+    """Count the sequences of the batch for an optimizer step on so many prompts.
 
     They are `rollout.n` for each prompt, unless a conversation of an agent became several sequences: there are as many
     optimizer steps then.

@@ -1,4 +1,4 @@
-"""The PPO family: generate, score, log-probabilities, values, advantages, updates; supervised warm-up before it."""
+"""Runs PPO's family: generate, score, log-probabilities, values, advantages, updates; supervised warm-up before it."""
 
 from __future__ import annotations
 

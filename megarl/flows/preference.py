@@ -1,4 +1,4 @@
-"""Training on pairs of answers, one of which is better: DPO, IPO, SimPO, ORPO."""
+"""Trains on pairs of answers, one of which is better: DPO, IPO, SimPO, ORPO."""
 
 from __future__ import annotations
 

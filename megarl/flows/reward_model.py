@@ -1,4 +1,4 @@
-"""Training of a reward model on pairs of answers."""
+"""Trains a reward model on pairs of answers."""
 
 from __future__ import annotations
 

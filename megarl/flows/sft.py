@@ -1,4 +1,4 @@
-"""Supervised training: cross-entropy on demonstrations."""
+"""Trains a model on demonstrations: supervised training, with cross-entropy."""
 
 from __future__ import annotations
 

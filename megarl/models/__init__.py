@@ -1,1 +1,1 @@
-"""The training layout's models, and the tables that say where every weight sits."""
+"""Builds the training layout's models, and the tables that say where every weight sits."""

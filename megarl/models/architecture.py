@@ -121,7 +121,7 @@ class Architecture:
 
     @property
     def attention(self) -> AttentionPart:
-        """The attention of all layers, which is of one kind."""
+        """Return the attention of all layers, which is of one kind."""
         (attention,) = {layer.attention for layer in self.kinds}
         return attention
 
@@ -166,7 +166,7 @@ class Architecture:
         return -(-self.vocab_size // tp) * tp
 
     def check_training(self, layout: TrainLayout, *, sequence_parallel: bool) -> None:
-        """Raises ValueError with what to change if the training layout cannot hold this model."""
+        """Raise ValueError with what to change if the training layout cannot hold this model."""
         self._check_split(layout.tp, "tensor_model_parallel_size")
         for layer in self.kinds:
             for part in (layer.attention, layer.mlp):
@@ -176,7 +176,7 @@ class Architecture:
         layout.all_layers(self.num_layers)
 
     def check_generation(self, *, tp: int, ep: int = 1) -> None:
-        """Raises ValueError with what to change if the generation layout cannot hold this model.
+        """Raise ValueError with what to change if the generation layout cannot hold this model.
 
         Args:
             ep: parts into which the ranks deal the experts out, 1 or `tp`.

@@ -97,7 +97,7 @@ class Heads:
 
     @staticmethod
     def of(kind: GatedDelta, convolved: Tensor, scalars: Tensor, A_log: Tensor, dt_bias: Tensor) -> Heads:
-        """Make them of the convolved channels [T, n, conv_width], and of strengths and decays [T, n, 2 r]."""
+        """Make the heads of the convolved channels [T, n, conv_width], and of strengths and decays [T, n, 2 r]."""
         widths = [kind.widths[part] for part in ("query", "key", "value")]
         query, key, value = convolved.split(widths, dim=-1)
         strength, decay = scalars.float().chunk(2, dim=-1)
@@ -142,7 +142,7 @@ def convolve(x: Tensor, weight: Tensor, packing: Packing) -> tuple[Tensor, Tenso
 
 
 def convolve_next(x: Tensor, weight: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    """Do the same for one token of each sequence, [T, channels], after the last ones [T, conv_kernel - 1, channels]."""
+    """Convolve one token of each sequence, [T, channels], after the last ones [T, conv_kernel - 1, channels]."""
     window = torch.cat((last.to(x.dtype), x.unsqueeze(1)), dim=1)
     out = F.conv1d(window.transpose(1, 2), weight.unsqueeze(1), groups=len(weight)).squeeze(-1)
     return F.silu(out), window[:, 1:]

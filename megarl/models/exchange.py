@@ -36,7 +36,7 @@ def some_tokens_of_all_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _at_least(x: Tensor, heads: int) -> Tensor:
-    """Repeat heads that are fewer than that."""
+    """Repeat the heads of x if there are fewer than `heads`."""
     return x if x.shape[-2] >= heads else x.repeat_interleave(heads // x.shape[-2], dim=-2)
 
 

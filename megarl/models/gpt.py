@@ -35,7 +35,7 @@ class TransformerModel(GPTModel):
 
     @property
     def output_weight(self) -> Tensor:
-        """[vocab / tp, hidden], or [1, hidden] of a scalar output, on the last stage."""
+        """Return the last stage's output weight, [vocab / tp, hidden], or [1, hidden] of a scalar output."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight

@@ -87,7 +87,7 @@ class Repeated:
 
     @staticmethod
     def among(taken: Tensor, device: torch.device) -> Repeated | None:
-        """Find them among rows that are taken, int64 on the host."""
+        """Find the repeated rows among rows that are taken, int64 on the host."""
         rows, row_of, counts = taken.unique(return_inverse=True, return_counts=True)
         several = counts > 1
         if not bool(several.any()):
@@ -196,7 +196,7 @@ class _Grid:
 
     @property
     def flat(self) -> Tensor:
-        """Positions of the tokens in the flattened hidden states, which come as [L, B, hidden]."""
+        """Return the positions of the tokens in the flattened hidden states, which come as [L, B, hidden]."""
         return self.column * self.shape[0] + self.row
 
 

@@ -1,4 +1,4 @@
-"""RMSNorm for models without Transformer Engine."""
+"""Implements RMSNorm for models without Transformer Engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megarl.models.rms_norm import norm_over_heads, rms_norm
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm behind Megatron-Core's constructor, marked for sequence parallelism; zero-centered in Gemma.
+    """Gives torch's RMSNorm Megatron-Core's constructor, marked for sequence parallelism; zero-centered in Gemma.
 
     With sequence parallelism each rank normalises its own part of the sequence, so the weight's gradient must be
     summed over the tensor-parallel group; Megatron-Core does that for parameters with `sequence_parallel` set.
@@ -35,7 +35,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class HeadsNorm(torch.nn.Module):
-    """RMSNorm over the channels of all heads together, in a module of a rank that has some of the heads.
+    """Applies RMSNorm over the channels of all heads together, in a module of a rank that has some of the heads.
 
     Every rank has the whole weight. Its gradient is that of the rank's heads, so the ranks' must be added up:
     Megatron-Core does that for parameters of modules that are named `q_layernorm` and `k_layernorm`.

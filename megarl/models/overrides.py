@@ -40,7 +40,7 @@ def check_overrides(
     sequence_parallel: bool,
     recompute: bool | Sequence[str],
 ) -> None:
-    """Raises ValueError, naming the field, unless every override is one that Megatron-Core accepts and that is free."""
+    """Raise ValueError, naming the field, unless every override is one that Megatron-Core accepts and that is free."""
     fields = transformer_fields(
         arch,
         layout,

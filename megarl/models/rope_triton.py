@@ -1,4 +1,4 @@
-"""Triton kernel behind `megarl.models.rope.apply_rope`: both halves of what turns in one pass, in fp32."""
+"""Rotates channels with a Triton kernel for `megarl.models.rope.apply_rope`: both halves in one pass, in fp32."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Rotation(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, cos_sin: Tensor, direction: float) -> Tensor:
-    """x turned by the angles (direction 1) or back (-1), contiguous."""
+    """Rotate x by the angles (direction 1) or back (-1); the result is contiguous."""
     (tokens, heads, dim), half = x.shape, cos_sin.shape[-1]
     assert cos_sin.is_contiguous()
     x = x if x.stride(2) == 1 else x.contiguous()

@@ -38,7 +38,7 @@ class OfMicroBatch(Generic[T]):
         self.forget()
 
     def forget(self) -> None:
-        """Let go of what a pass has left."""
+        """Drop the values that a pass has left."""
         self._now: T | None = None
         self._again: deque[T] = deque()
         self._train = False

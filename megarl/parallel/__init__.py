@@ -1,1 +1,1 @@
-"""Ranks, layouts and process groups."""
+"""Arranges ranks in layouts and process groups."""

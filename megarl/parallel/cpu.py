@@ -106,7 +106,7 @@ def enable_cpu_ranks() -> None:
 
 
 def _gather_any_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
-    """NCCL gathers tensors of several sizes, gloo does not. Ranks that share experts have unequally many tokens."""
+    """Let gloo gather tensors of several sizes, as NCCL does: ranks that share experts have unequally many tokens."""
 
     @functools.wraps(original)
     def all_gather(parts: list[torch.Tensor], mine: torch.Tensor, group: Any = None, **kwargs: Any) -> Any:
@@ -121,7 +121,7 @@ def _gather_any_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _scatter_any_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The same in the other direction."""
+    """Let gloo reduce and scatter tensors of several sizes, as NCCL does."""
 
     @functools.wraps(original)
     def reduce_scatter(
@@ -144,7 +144,7 @@ def counts_on_host(counts: Any, as_numpy: bool = False, **_: Any) -> Any:
 
 
 def _as_it_is(function: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Callable[..., Any]:
-    """`torch.compile`, with and without arguments, that compiles nothing."""
+    """Stand in for `torch.compile`, with and without arguments, and compile nothing."""
     return function if function is not None else _as_it_is
 
 
@@ -161,7 +161,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _type_as_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The optimizer sorts parameters by `param.type()` and knows only the CUDA names."""
+    """Give `param.type()` CUDA's names: the optimizer sorts parameters by them and knows no others."""
 
     @functools.wraps(original)
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -18,10 +18,10 @@ _ENVIRONMENT = {
 
 @contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
-    """Within it every kernel of torch adds up in a fixed order; one that cannot raises RuntimeError, naming itself.
+    """Make every kernel of torch add up in a fixed order; one that cannot raises RuntimeError, naming itself.
 
-    Megatron-Core's models that are built within it, and Triton's kernels, which never add atomically, do as well. Enter
-    it before the process uses its GPU: libraries read their variables once. A variable that is set already stays.
+    Megatron-Core's models that are built in this context, and Triton's kernels, which never add atomically, do as well.
+    Enter it before the process uses its GPU: libraries read their variables once. A variable that is set already stays.
 
     Args:
         wanted: false: nothing changes.

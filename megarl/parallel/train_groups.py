@@ -181,7 +181,7 @@ def _copy_group(world: World, layout: TrainLayout, pgs: ProcessGroupCollection) 
 
 
 def _further_state(world: World, layout: TrainLayout, seed: int) -> MegatronState:
-    """Do the same for a layout beside others, which then is set aside."""
+    """Create the groups of a layout beside others, and set its state aside."""
     from megatron.core import parallel_state
 
     present = _in_place()

@@ -276,5 +276,5 @@ def is_communication_failure(error: BaseException) -> bool:
 
 
 def _of_collective(error: BaseException, texts: tuple[str, ...]) -> bool:
-    """Say whether a collective raised it: a verifier's time-out is not other ranks'. gloo's errors have no class."""
+    """Say whether a collective raised the error: a time-out may be a verifier's. gloo's errors have no class."""
     return is_communication_failure(error) and any(text in str(error).lower() for text in texts)

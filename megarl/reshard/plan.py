@@ -67,17 +67,17 @@ class Piece(NamedTuple):
 
     @property
     def tensor(self) -> str:
-        """Name of the logical tensor."""
+        """Return the name of the logical tensor."""
         return self.destination.tensor
 
     @property
     def source_part(self) -> Box:
-        """The piece in coordinates of the source placement's box."""
+        """Return the piece in coordinates of the source placement's box."""
         return relative(self.box, self.source.box)
 
     @property
     def destination_part(self) -> Box:
-        """The piece in coordinates of the destination placement's box."""
+        """Return the piece in coordinates of the destination placement's box."""
         return relative(self.box, self.destination.box)
 
 

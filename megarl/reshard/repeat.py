@@ -104,7 +104,7 @@ class RepeatedPlacement:
 
 
 class _Name:
-    """A name with places for the numbers of layer and expert, the layer first."""
+    """Holds a name with places for the numbers of layer and expert, the layer first."""
 
     __slots__ = ("_after", "_before", "_between", "_first_expert", "_first_layer")
 

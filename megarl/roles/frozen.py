@@ -44,13 +44,13 @@ class FrozenModel(MegatronModel):
 
 
 class Policy(FrozenModel):
-    """Answers prompts."""
+    """Answers prompts with a frozen policy."""
 
     kind = ACTOR
 
 
 class Teacher(FrozenModel):
-    """Says what a policy is to become like."""
+    """Gives the log-probabilities that a policy is trained towards."""
 
     kind = TEACHER
     log_probs = FrozenModel.forward

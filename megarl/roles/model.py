@@ -114,7 +114,7 @@ class MegatronModel:
 
     @property
     def weights_leave(self) -> bool:
-        """Say whether its weights leave the GPU while responses are generated."""
+        """Say whether the model's weights leave the GPU while responses are generated."""
         return any(type(memory) is not Resident for memory in self.memory[Item.WEIGHTS])
 
     def make_head(self) -> Head:
@@ -140,7 +140,7 @@ class MegatronModel:
         return named_parameters(self.chunks)
 
     def saved_bytes(self, *, optimizer: bool = True) -> int:
-        """Estimate the bytes that this rank writes of it in a checkpoint: the replicas share them.
+        """Estimate the bytes that this rank writes of the model in a checkpoint: the replicas share them.
 
         Args:
             optimizer: as for `sharded_state`.

@@ -97,7 +97,7 @@ class MegatronOptimizer:
 
     @property
     def kernels(self) -> str:
-        """Name the kernels that it runs on, for people."""
+        """Name the kernels that the optimizer runs on, for people."""
         return adam_kernels(Adam)
 
     @property

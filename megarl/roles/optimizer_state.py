@@ -27,7 +27,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """Part of one parameter's optimizer state that is on this rank.
+    """Holds the part of one parameter's optimizer state that is on this rank.
 
     Attributes:
         main: fp32 tensor that the inner optimizer steps.
@@ -41,7 +41,7 @@ class Slot:
     stop: int
 
     def tensors(self) -> dict[str, Tensor]:
-        """The fp32 weights and Adam's moments, which are made if the optimizer has not stepped yet."""
+        """Return the fp32 weights and Adam's moments, which are made if the optimizer has not stepped yet."""
         state = self.adam.state[self.main]
         for name in MOMENTS:
             if name not in state:
@@ -68,7 +68,7 @@ class Slots:
                 self._whole |= dict.fromkeys(master_weights(part), part.optimizer)
 
     def of(self, parameter: Tensor) -> Slot | None:
-        """Slot of a model parameter; None if other data-parallel ranks have all of its state."""
+        """Find the slot of a model parameter; None if other data-parallel ranks have all of its state."""
         if (part := self._distributed.get(parameter)) is not None:
             if parameter not in part.model_param_group_index_map:
                 return None
@@ -82,7 +82,7 @@ class Slots:
         return Slot(main=main, adam=self._whole[main], start=0, stop=parameter.numel())
 
     def splits(self, parameter: Tensor) -> bool:
-        """Whether data-parallel ranks split the parameter's state."""
+        """Tell whether data-parallel ranks split the parameter's state."""
         return parameter in self._distributed
 
 
@@ -160,14 +160,14 @@ def load_step(optimizer: Any, step: int) -> None:
 
 
 def master_weights(optimizer: Any) -> Iterator[Tensor]:
-    """The fp32 weights that this rank steps; where the model is fp32 they are views of the model's."""
+    """Yield the fp32 weights that this rank steps; where the model is fp32 they are views of the model's weights."""
     for part in _parts(optimizer):
         for group in part.optimizer.param_groups:
             yield from group["params"]
 
 
 def moments(optimizer: Any) -> Iterator[Tensor]:
-    """Adam's moments on this rank; none before the first step."""
+    """Yield Adam's moments on this rank; none before the first step."""
     for part in _parts(optimizer):
         for state in part.optimizer.state.values():
             yield from (state[name] for name in MOMENTS if name in state)
@@ -247,7 +247,7 @@ def _parts(optimizer: Any) -> list[Any]:
 
 
 def _step(optimizer: Any) -> int:
-    """Number of optimizer steps so far, the same for all parameters."""
+    """Count the optimizer steps so far, the same for all parameters."""
     for part in _parts(optimizer):
         adam = part.optimizer
         for group in adam.param_groups:

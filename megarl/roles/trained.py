@@ -1,4 +1,4 @@
-"""A model that is trained: gradients over data-parallel ranks, and an optimizer."""
+"""Trains a model: gradients over data-parallel ranks, and an optimizer."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from megarl.types.owners import Owners
 
 
 class TrainedModel(MegatronModel):
-    """A `MegatronModel` with Megatron-Core's gradient buffers and optimizer.
+    """Adds Megatron-Core's gradient buffers and optimizer to a `MegatronModel`.
 
     Attributes:
-        ddp: its chunks in Megatron-Core's DistributedDataParallel.
-        optimizer: its AdamW and schedule.
+        ddp: the model's chunks in Megatron-Core's DistributedDataParallel.
+        optimizer: the model's AdamW and schedule.
         memory: of weights, gradients and optimizer state.
-        gradient_sync: the last update's time in which gradients were reduced over ranks, as far as nothing hid it.
+        gradient_sync: times the last update's reduction of gradients over ranks, as far as nothing hid it.
         skipped: of each update since it was last cleared, whether the step was left out: its loss or gradient was not
             finite.
     """
@@ -158,7 +158,7 @@ class TrainedModel(MegatronModel):
     def update_with_outputs(
         self, batch: Batch, mini_batch: MiniBatch, loss: Loss, weights: Tensor | None = None
     ) -> tuple[dict[str, Metric], Tensor]:
-        """Do the same, and return what `forward` would have before it: the update computes it anyway."""
+        """Do an optimizer step, and return what `forward` would have before it: the update computes it anyway."""
         metrics, passed = self._update(batch, mini_batch, loss, weights)
         return metrics, self._gathered(batch, passed)
 

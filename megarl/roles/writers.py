@@ -16,14 +16,14 @@ from megarl.data.balance import karmarkar_karp
 
 
 def parameters_in(weights: dict[str, Any]) -> Iterator[Any]:
-    """Sharded tensors (or their factories) of parameters, in the order of the state dict."""
+    """Yield the sharded tensors (or their factories) of parameters, in the order of the state dict."""
     for value in nested_values(weights):
         if isinstance(value, ShardedBase) and isinstance(value.data, torch.nn.Parameter):
             yield value
 
 
 def replicas_of(parameter: torch.Tensor, groups: ProcessGroupCollection) -> dist.ProcessGroup:
-    """Ranks that hold the same parameter: of an expert fewer than all data-parallel ranks, where they split experts."""
+    """Return the ranks with a parameter: all data-parallel ones, or fewer of an expert where these split experts."""
     # the mark by which Megatron-Core knows an expert that other data-parallel ranks lack
     return groups.dp_cp if getattr(parameter, "allreduce", True) else groups.expt_dp
 

@@ -1,4 +1,4 @@
-"""GRPO without the division by the group's standard deviation (Dr. GRPO, arXiv 2503.20783, section 3.2)."""
+"""Computes GRPO's advantages without division by the group's deviation (Dr. GRPO, arXiv 2503.20783, section 3.2)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megarl.types import Batch
 
 @about("Dr. GRPO, arXiv 2503.20783, section 3.2", needs=Needs(samples=2), sharded=True)
 def dr_grpo(batch: Batch, config: AlgorithmConfig) -> Tensor:
-    """Score - mean of its group.
+    """Compute score - mean of its group.
 
-    Its loss has actor.loss_agg_mode=seq-mean-token-sum-norm.
+    Dr. GRPO's loss has actor.loss_agg_mode=seq-mean-token-sum-norm.
 
     Returns:
         float32 [T]. A response alone in its group has advantage 0.

@@ -1,4 +1,4 @@
-"""PPO's advantages, from a critic (GAE, arXiv 1506.02438, eq. 16)."""
+"""Computes PPO's advantages from a critic's values (GAE, arXiv 1506.02438, eq. 16)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megarl.types import Batch
     sharded=True,
 )
 def gae(batch: Batch, config: AlgorithmConfig) -> Tensor:
-    """Decaying sums of the critic's errors (temporal differences), whitened over the batch.
+    """Compute decaying sums of the critic's errors (temporal differences), whitened over the batch.
 
     Returns:
         float32 [T].

@@ -1,4 +1,4 @@
-"""Group-relative advantages (GRPO, arXiv 2402.03300, section 4.1.2)."""
+"""Computes group-relative advantages (GRPO, arXiv 2402.03300, section 4.1.2)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megarl.types import Batch
     sharded=True,
 )
 def grpo(batch: Batch, config: AlgorithmConfig) -> Tensor:
-    """(score - mean of its group) / standard deviation of its group.
+    """Compute (score - mean of its group) / standard deviation of its group.
 
     Returns:
         float32 [T]. A response alone in its group has advantage 0.
@@ -27,7 +27,7 @@ def grpo(batch: Batch, config: AlgorithmConfig) -> Tensor:
 
 
 def group_advantages(scores: Tensor, groups: Tensor, *, by_std: bool, eps: float = 1e-6) -> Tensor:
-    """(score - mean of its group) / std of its group.
+    """Compute (score - mean of its group) / std of its group.
 
     Args:
         scores: [N], one per response.

@@ -1,4 +1,4 @@
-"""Advantages for the best of k responses (arXiv 2503.19595)."""
+"""Computes advantages for the best of k responses (arXiv 2503.19595)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from megarl.types import Batch
     sharded=True,
 )
 def grpo_passk(batch: Batch, config: AlgorithmConfig) -> Tensor:
-    """Best score - second best for the best response of a group, 0 for the others; over the group's deviation.
+    """Compute (best - second best score) / deviation of the group for a group's best response, 0 for the others.
 
-    It is what the group's best score loses without that response.
+    The difference is what the group's best score loses without that response.
 
     Returns:
         float32 [T]. Where several responses share the best score, or one is alone in its group, all have 0.

@@ -1,4 +1,4 @@
-"""Distillation on the policy's own responses (reverse KL: MiniLLM, arXiv 2306.08543; on-policy GKD, 2306.13649)."""
+"""Distils a teacher on a policy's own responses (reverse KL: MiniLLM, arXiv 2306.08543; on-policy GKD, 2306.13649)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from megarl.types import Batch
     sharded=True,
 )
 def on_policy_distillation(batch: Batch, config: AlgorithmConfig) -> Tensor:
-    """Log-probability by the teacher - by the policy, of each token.
+    """Compute the teacher's log-probability - the policy's, of each token.
 
-    In expectation over the policy's responses it is minus the KL to the teacher. Scores play no part.
+    In expectation over the policy's responses the difference is minus the KL to the teacher. Scores play no part.
 
     Returns:
         float32 [T], nats.

@@ -1,4 +1,4 @@
-"""On-policy RL with the reward baseline of least variance (OPO, arXiv 2505.23585)."""
+"""Computes on-policy advantages with the reward baseline of least variance (OPO, arXiv 2505.23585)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.types import Batch
 
 @about("OPO, arXiv 2505.23585", needs=Needs(samples=2), sharded=True)
 def opo(batch: Batch, config: AlgorithmConfig) -> Tensor:
-    """Score - mean of its group, in which responses count by their trained tokens.
+    """Compute score - mean of its group, in which each response weighs as much as it has trained tokens.
 
     Returns:
         float32 [T]. A response alone in its group has advantage 0.

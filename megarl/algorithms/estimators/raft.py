@@ -1,4 +1,4 @@
-"""Rejection sampling: the best responses are learnt as they are (RAFT, arXiv 2304.06767, algorithm 1)."""
+"""Keeps the best responses, which are learnt as they are: rejection sampling (RAFT, arXiv 2304.06767, algorithm 1)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.types import Batch
 
 @about("RAFT, arXiv 2304.06767, algorithm 1", needs=Needs(samples=2), sharded=True)
 def raft(batch: Batch, config: AlgorithmConfig) -> Tensor:
-    """1 for the best-scored responses of each group, 0 for the others.
+    """Give advantage 1 to the best-scored responses of each group, 0 to the others.
 
     Returns:
         float32 [T]. Where a group has one score only, a response alone in it included, none is better: all have 0.

@@ -1,4 +1,4 @@
-"""REINFORCE with advantages that are normalised over the whole batch (REINFORCE++, arXiv 2501.03262)."""
+"""Computes advantages for REINFORCE that are normalised over the whole batch (REINFORCE++, arXiv 2501.03262)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.types import Batch
 
 @about("REINFORCE++, arXiv 2501.03262", keys=["algorithm.gamma"], sharded=True)
 def reinforce_plus_plus(batch: Batch, config: AlgorithmConfig) -> Tensor:
-    """Discounted rewards from each token on, whitened over the batch.
+    """Compute the discounted sum of rewards from each token on, whitened over the batch.
 
     Returns:
         float32 [T].

@@ -1,4 +1,4 @@
-"""REINFORCE++ with the group's mean as baseline (REINFORCE++-baseline, arXiv 2501.03262)."""
+"""Computes REINFORCE++ advantages with the group's mean as baseline (REINFORCE++-baseline, arXiv 2501.03262)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.types import Batch
 
 @about("REINFORCE++-baseline, arXiv 2501.03262", needs=Needs(samples=2), sharded=True)
 def reinforce_plus_plus_baseline(batch: Batch, config: AlgorithmConfig) -> Tensor:
-    """Score - mean of its group, whitened over the batch.
+    """Compute score - mean of its group, whitened over the batch.
 
     Returns:
         float32 [T]. A response alone in its group counts as its mean does: 0 before whitening.

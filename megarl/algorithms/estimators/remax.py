@@ -1,4 +1,4 @@
-"""REINFORCE with the greedy response's score as baseline (ReMax, arXiv 2310.10505, algorithm 1)."""
+"""Computes REINFORCE advantages with the greedy response's score as baseline (ReMax, arXiv 2310.10505, algorithm 1)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.types import Batch
 
 @about("ReMax, arXiv 2310.10505, algorithm 1", needs=Needs(greedy=True), sharded=True)
 def remax(batch: Batch, config: AlgorithmConfig) -> Tensor:
-    """Score - score of the greedy response to the same prompt.
+    """Compute score - score of the greedy response to the same prompt.
 
     Returns:
         float32 [T].

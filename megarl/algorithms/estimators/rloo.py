@@ -1,4 +1,4 @@
-"""REINFORCE with the leave-one-out baseline (RLOO, arXiv 2402.14740)."""
+"""Computes REINFORCE advantages with the leave-one-out baseline (RLOO, arXiv 2402.14740)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megarl.types import Batch
 
 @about("RLOO, arXiv 2402.14740", needs=Needs(samples=2), sharded=True)
 def rloo(batch: Batch, config: AlgorithmConfig) -> Tensor:
-    """Score - mean of the other scores of its group.
+    """Compute score - mean of the other scores of its group.
 
-    With n scores that is n / (n - 1) times the distance from the mean of all.
+    With n scores the difference is n / (n - 1) times the distance from the mean of all.
 
     Returns:
         float32 [T]. A response alone in its group has advantage 0: there is no other to compare it with.

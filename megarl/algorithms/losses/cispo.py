@@ -1,4 +1,4 @@
-"""Clipped importance-sampling policy optimization: the weight is clipped, every token keeps its gradient."""
+"""Computes clipped importance-sampling policy optimization: the weight is clipped, every token keeps its gradient."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megarl.config.policy import ActorConfig
 
 @about("CISPO, arXiv 2506.13585, eq. 4 and 5", keys=CLIP_KEYS)
 def cispo(actor: ActorConfig) -> ClippedWeight:
-    """REINFORCE with each token's probability ratio as a weight, which is clipped and has no gradient."""
+    """Compute REINFORCE with each token's probability ratio as a weight, which is clipped and has no gradient."""
     return ClippedWeight(clip_low=actor.clip_low, clip_high=actor.clip_high)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedWeight:
-    """-sg(clipped ratio) * advantage * log p (arXiv 2506.13585, eq. 4 and 5).
+    """Computes -sg(clipped ratio) * advantage * log p (arXiv 2506.13585, eq. 4 and 5).
 
     Attributes:
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].

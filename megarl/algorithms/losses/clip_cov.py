@@ -1,4 +1,4 @@
-"""Clip-Cov: some of the tokens that would lower the entropy most get no gradient."""
+"""Takes the gradient from some of the tokens that would lower the entropy most (Clip-Cov)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEYS = ("actor.policy_loss.clip_cov_ratio", "actor.policy_loss.clip_cov_lb", "ac
 
 @about("Clip-Cov, arXiv 2505.22617, section 4.2", keys=(*CLIP_KEYS, *KEYS), needs=Needs(old_logp=True))
 def clip_cov(actor: ActorConfig) -> CovarianceClip:
-    """PPO's clipped surrogate without a few tokens whose log-probability and advantage go together."""
+    """Compute PPO's clipped surrogate without a few tokens whose log-probability and advantage go together."""
     options = actor.policy_loss
     return CovarianceClip(
         clip_low=actor.clip_low,
@@ -34,14 +34,14 @@ def clip_cov(actor: ActorConfig) -> CovarianceClip:
 
 @dataclass(frozen=True, kw_only=True)
 class CovarianceClip:
-    """The clipped surrogate, 0 for selected tokens (arXiv 2505.22617, section 4.2).
+    """Computes the clipped surrogate, 0 for selected tokens (arXiv 2505.22617, section 4.2).
 
-    `old_logp` stands for the current policy in the selection, so that it is made once per mini-batch.
+    `old_logp` stands for the current policy in the selection, so that tokens are selected once per mini-batch.
 
     Attributes:
         clip_low, clip_high: the probability ratio is clipped to [1 - clip_low, 1 + clip_high].
         ratio: share of the mini-batch's tokens to select, one at least.
-        lowest, highest: they are drawn among those whose covariance is between these.
+        lowest, highest: tokens are drawn among those whose covariance is between these.
     """
 
     columns: ClassVar = ("old_logp", "advantages", "selected")
@@ -53,7 +53,7 @@ class CovarianceClip:
     highest: float
 
     def prepare(self, batch: Batch, sequences: Sequence[int]) -> Batch:
-        """`Batch.selected`: drawn with a seed from the token ids, which are the same in every layout."""
+        """Fill `Batch.selected`, drawn with a seed from the token ids, which are the same in every layout."""
         places, of_tokens = covariances(batch, sequences)
         tokens = batch.trained(batch.tokens)[places].numpy().tobytes()
         seed = int.from_bytes(blake2b(tokens, digest_size=7).digest(), "big")

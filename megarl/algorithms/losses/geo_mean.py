@@ -1,4 +1,4 @@
-"""Geometric-Mean Policy Optimization: tokens are clipped one by one, their ratios' geometric mean is a response's."""
+"""Computes Geometric-Mean Policy Optimization: a response's ratio is the geometric mean of its tokens' clipped ones."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from megarl.config.policy import ActorConfig
 
 @about("GMPO, arXiv 2507.20673", keys=CLIP_KEYS)
 def geo_mean(actor: ActorConfig) -> GeometricMean:
-    """Advantage times the geometric mean of the tokens' clipped ratios; the clip range is in nats."""
+    """Compute advantage times the geometric mean of the tokens' clipped ratios; the clip range is in nats."""
     return GeometricMean(clip_low=actor.clip_low, clip_high=actor.clip_high)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GeometricMean:
-    """-advantage * product of clipped token ratios ** (1 / tokens) (arXiv 2507.20673).
+    """Computes -advantage * product of clipped token ratios ** (1 / tokens) (arXiv 2507.20673).
 
-    `seq-mean-token-mean` weighs sequences as the paper. Weight and advantage of a sequence come from its tokens: their
-    weights' sum, and their advantages' weighted mean.
+    `seq-mean-token-mean` weighs sequences as the paper does. Weight and advantage of a sequence come from its tokens:
+    their weights' sum, and their advantages' weighted mean.
 
     Attributes:
         clip_low, clip_high: nats; log-ratios are at most clip_high where the advantage is above 0, and at least

@@ -1,4 +1,4 @@
-"""Group Sequence Policy Optimization: ratio and clipping of whole responses."""
+"""Computes Group Sequence Policy Optimization: ratio and clip are those of whole responses."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from megarl.config.policy import ActorConfig
 
 @about("GSPO, arXiv 2507.18071, eq. 5 and 7", keys=CLIP_KEYS)
 def gspo(actor: ActorConfig) -> SequenceClip:
-    """PPO's clipped surrogate of a response's ratio, the geometric mean of its tokens'."""
+    """Compute PPO's clipped surrogate of a response's ratio, the geometric mean of its tokens' ratios."""
     return SequenceClip(clip_low=actor.clip_low, clip_high=actor.clip_high)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceClip:
-    """The clipped surrogate of sequences (arXiv 2507.18071, eq. 5): `seq-mean-token-mean` weighs them as the paper.
+    """Computes the clipped surrogate of sequences (arXiv 2507.18071, eq. 5).
 
-    Weight and advantage of a sequence come from its tokens: their weights' sum, and their advantages' weighted mean.
+    `seq-mean-token-mean` weighs sequences as the paper does. Weight and advantage of a sequence come from its tokens:
+    their weights' sum, and their advantages' weighted mean.
 
     Attributes:
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].

@@ -1,4 +1,4 @@
-"""KL-Cov: the tokens that would lower the entropy most are held back by a penalty."""
+"""Penalises the tokens that would lower the entropy most (KL-Cov)."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ KEYS = ("actor.policy_loss.kl_cov_ratio", "actor.policy_loss.ppo_kl_coef")
 
 @about("KL-Cov, arXiv 2505.22617, section 4.2", keys=KEYS, needs=Needs(old_logp=True))
 def kl_cov(actor: ActorConfig) -> CovariancePenalty:
-    """The unclipped surrogate, with a penalty on tokens whose log-probability and advantage go together most."""
+    """Compute the unclipped surrogate with a penalty on tokens whose log-probability and advantage go together most."""
     return CovariancePenalty(ratio=actor.policy_loss.kl_cov_ratio, coef=actor.policy_loss.ppo_kl_coef)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CovariancePenalty:
-    """-ratio * advantage, and for selected tokens coef * |log ratio| more (arXiv 2505.22617, section 4.2).
+    """Computes -ratio * advantage, and adds coef * |log ratio| for selected tokens (arXiv 2505.22617, section 4.2).
 
-    `old_logp` stands for the current policy in the selection, so that it is made once per mini-batch.
+    `old_logp` stands for the current policy in the selection, so that tokens are selected once per mini-batch.
 
     Attributes:
         ratio: share of the mini-batch's tokens to select, those of the largest covariance, one at least.
@@ -39,7 +39,7 @@ class CovariancePenalty:
     coef: float
 
     def prepare(self, batch: Batch, sequences: Sequence[int]) -> Batch:
-        """`Batch.selected`; of equal covariances the first."""
+        """Fill `Batch.selected` with the largest covariances; of equal ones the first."""
         places, of_tokens = covariances(batch, sequences)
         largest = of_tokens.sort(descending=True, stable=True).indices
         return with_selected(batch, places[largest[: max(1, int(self.ratio * len(places)))]])

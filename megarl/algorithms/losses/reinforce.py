@@ -1,4 +1,4 @@
-"""The policy gradient as it is, without a ratio."""
+"""Computes the policy gradient as it is, without a ratio."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from megarl.config.policy import ActorConfig
 
 @about("REINFORCE, Williams 1992; the loss of RAFT, arXiv 2304.06767, and, with its advantages, of GPG, 2504.02546")
 def reinforce(actor: ActorConfig) -> PolicyGradient:
-    """Minus advantage times log-probability."""
+    """Compute minus advantage times log-probability."""
     del actor
     return PolicyGradient()
 
 
 class PolicyGradient:
-    """-advantage * log p (Williams 1992, "Simple Statistical Gradient-Following Algorithms").
+    """Computes -advantage * log p (Williams 1992, "Simple Statistical Gradient-Following Algorithms").
 
-    `old_logp` is only reported on.
+    The metrics alone read `old_logp`.
     """
 
     columns = ("old_logp", "advantages")

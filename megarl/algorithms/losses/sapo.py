@@ -1,4 +1,4 @@
-"""Soft Adaptive Policy Optimization: a smooth gate in place of the clip."""
+"""Computes Soft Adaptive Policy Optimization: a smooth gate takes the place of the clip."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from megarl.config.policy import ActorConfig
 
 @about("SAPO, arXiv 2511.20347, eq. 5 and 6", keys=("actor.policy_loss.tau_pos", "actor.policy_loss.tau_neg"))
 def sapo(actor: ActorConfig) -> SoftGate:
-    """Advantage times a sigmoid of the probability ratio, steeper for negative advantages."""
+    """Compute advantage times a sigmoid of the probability ratio, steeper for negative advantages."""
     return SoftGate(tau_pos=actor.policy_loss.tau_pos, tau_neg=actor.policy_loss.tau_neg)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SoftGate:
-    """-4 / tau * sigmoid(tau (ratio - 1)) * advantage (arXiv 2511.20347, eq. 5 and 6).
+    """Computes -4 / tau * sigmoid(tau (ratio - 1)) * advantage (arXiv 2511.20347, eq. 5 and 6).
 
-    At ratio 1 its gradient is PPO's; from there it dies down to both sides.
+    At ratio 1 the gradient is PPO's; to both sides of that ratio it dies down.
 
     Attributes:
         tau_pos, tau_neg: tau where the advantage is above 0, and elsewhere; a larger one dies down sooner.

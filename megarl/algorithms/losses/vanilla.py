@@ -1,4 +1,4 @@
-"""PPO's clipped surrogate."""
+"""Computes PPO's clipped surrogate."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from megarl.config.policy import ActorConfig
     keys=(*CLIP_KEYS, "actor.clip_ratio_c"),
 )
 def vanilla(actor: ActorConfig) -> PolicyClip:
-    """The surrogate of probability ratio and advantage, clipped on both sides, each with its own range."""
+    """Compute the surrogate of probability ratio and advantage, clipped on both sides, each with its own range."""
     return PolicyClip(clip_low=actor.clip_low, clip_high=actor.clip_high, clip_c=actor.clip_ratio_c)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyClip:
-    """PPO's clipped surrogate (arXiv 1707.06347, eq. 7).
+    """Computes PPO's clipped surrogate (arXiv 1707.06347, eq. 7).
 
     With importance weights of the tokens it is decoupled PPO (arXiv 2110.00641; 2505.24298, eq. 5): the policy
     before the update is the proximal one, the engine's the behaviour policy.

@@ -1,4 +1,4 @@
-"""Direct preference optimization."""
+"""Computes the loss of direct preference optimization."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megarl.config.algorithm import PreferenceConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Dpo:
-    """-log sigmoid(beta (r_chosen - r_rejected)), r = log pi / pi_ref of an answer (arXiv 2305.18290, eq. 7).
+    """Computes -log sigmoid(beta (r_chosen - r_rejected)), r = log pi / pi_ref of an answer (arXiv 2305.18290, eq. 7).
 
     Attributes:
         label_smoothing: see `preferred`.
         length_normalization: r is the mean over the answer's tokens, not the sum.
-        sft_coef: weight of `chosen_cross_entropy` beside it.
+        sft_coef: weight of `chosen_cross_entropy` beside this loss.
     """
 
     columns: ClassVar = ("ref_logp",)
@@ -44,5 +44,5 @@ class Dpo:
     needs=Needs(reference=True),
 )
 def dpo(preference: PreferenceConfig) -> Dpo:
-    """A logistic loss on the difference of the pair's log-ratios to the reference."""
+    """Compute a logistic loss on the difference of the pair's log-ratios to the reference."""
     return with_options(Dpo, preference)

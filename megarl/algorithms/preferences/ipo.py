@@ -1,4 +1,4 @@
-"""Identity preference optimization."""
+"""Computes the loss of identity preference optimization."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megarl.config.algorithm import PreferenceConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Ipo:
-    """(r_chosen - r_rejected - 1 / (2 beta))^2, r = log pi / pi_ref of an answer (arXiv 2310.12036, eq. 17).
+    """Computes (r_chosen - r_rejected - 1 / (2 beta))^2, r = log pi / pi_ref of an answer (arXiv 2310.12036, eq. 17).
 
     Attributes:
         length_normalization: r is the mean over the answer's tokens, not the sum.
-        sft_coef: weight of `chosen_cross_entropy` beside it.
+        sft_coef: weight of `chosen_cross_entropy` beside this loss.
     """
 
     columns: ClassVar = ("ref_logp",)
@@ -41,5 +41,5 @@ class Ipo:
     needs=Needs(reference=True),
 )
 def ipo(preference: PreferenceConfig) -> Ipo:
-    """The squared distance of the pair's difference of log-ratios from 1 / (2 beta): it has an end."""
+    """Compute the squared distance of the pair's difference of log-ratios from 1 / (2 beta), where learning ends."""
     return with_options(Ipo, preference)

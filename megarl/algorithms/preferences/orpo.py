@@ -1,4 +1,4 @@
-"""Odds-ratio preference optimization: supervised training with a penalty, no reference."""
+"""Computes the loss of odds-ratio preference optimization: supervised training with a penalty, no reference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NEAR_CERTAIN = -1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Orpo:
-    """cross-entropy(chosen) - beta log sigmoid(log(odds_chosen / odds_rejected)) (arXiv 2403.07691, eq. 6 and 7).
+    """Computes cross-entropy(chosen) - beta log sigmoid(log(odds_chosen / odds_rejected)) (arXiv 2403.07691, eq. 6, 7).
 
     The odds P / (1 - P) are those of an answer's probability per token, P = exp(its mean log-probability) (eq. 1, 4).
     """
@@ -41,11 +41,11 @@ class Orpo:
 
 @about("ORPO, arXiv 2403.07691, eq. 6 and 7; beta is its lambda", keys=option_keys("algorithm.preference", Orpo))
 def orpo(preference: PreferenceConfig) -> Orpo:
-    """Cross-entropy of the chosen answers, and a logistic loss on the pair's log odds ratio."""
+    """Compute the cross-entropy of the chosen answers, plus a logistic loss on the pair's log odds ratio."""
     return with_options(Orpo, preference)
 
 
 def log_odds(logp: Tensor) -> Tensor:
-    """log(P / (1 - P)) of log-probabilities."""
+    """Compute log(P / (1 - P)) from log-probabilities."""
     logp = logp.clamp(max=NEAR_CERTAIN)
     return logp - torch.log(-torch.expm1(logp))

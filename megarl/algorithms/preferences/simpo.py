@@ -1,4 +1,4 @@
-"""Simple preference optimization: no reference."""
+"""Computes the loss of simple preference optimization, which has no reference."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megarl.config.algorithm import PreferenceConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Simpo:
-    """-log sigmoid(beta (l_chosen - l_rejected - gamma)), l = the mean log-probability per token (arXiv 2405.14734,
-    eq. 6, whose gamma is beta x gamma).
+    """Computes -log sigmoid(beta (l_chosen - l_rejected - gamma)), l = the mean log-probability per token
+    (arXiv 2405.14734, eq. 6, whose gamma is beta x gamma).
 
     Attributes:
         label_smoothing: see `preferred`.
-        sft_coef: weight of `chosen_cross_entropy` beside it.
+        sft_coef: weight of `chosen_cross_entropy` beside this loss.
     """
 
     scope: ClassVar[Literal["pair"]] = "pair"
@@ -41,5 +41,5 @@ class Simpo:
     keys=option_keys("algorithm.preference", Simpo),
 )
 def simpo(preference: PreferenceConfig) -> Simpo:
-    """A logistic loss on the difference of the pair's mean log-probabilities, less a margin."""
+    """Compute a logistic loss on the difference of the pair's mean log-probabilities, less a margin."""
     return with_options(Simpo, preference)

@@ -1,4 +1,4 @@
-"""The supported model families: Hugging Face `config.json` -> `Architecture`, and the names of the weights.
+"""Holds the supported model families: Hugging Face `config.json` -> `Architecture`, and the names of the weights.
 
 `docs/howto/model.md` says how to add one: a file here, a line in `FAMILIES`, a tiny config in `tests/tiny_families.py`.
 
@@ -72,7 +72,7 @@ def classifier_of(architecture: str) -> str:
 
 
 def read_architecture(path: str) -> Architecture:
-    """The architecture described by `path/config.json`; of a sequence classifier, that of the language model under it.
+    """Read the architecture from `path/config.json`; of a sequence classifier, that of the language model under it.
 
     Raises:
         ValueError: no such file, unknown architecture (the supported ones are listed), or a missing field.

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 (arXiv 2412.19437), Moonlight (arXiv 2502.16982) and Kimi-K2: latent attention, and experts."""
+"""Describes DeepSeek-V3 (arXiv 2412.19437), Moonlight (arXiv 2502.16982) and Kimi-K2: latent attention, and experts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _ONLY: dict[str, Any] = {
 
 
 def architecture(config: dict[str, Any]) -> Architecture:
-    """From a `DeepseekV3Config`; raises KeyError for a missing field, ValueError for an unsupported one."""
+    """Read a `DeepseekV3Config`; raises KeyError for a missing field, ValueError for an unsupported one."""
     config = _DEFAULTS | config
     heads = config["num_attention_heads"]
     rope = llama.rope(config, "deepseek_v3", {"default": lambda rope: None, "yarn": _yarn})

@@ -12,7 +12,7 @@ SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention
 
 
 def check_only(config: Mapping[str, Any], family: str, only: Mapping[str, Any]) -> None:
-    """Raises ValueError if a field has another value than the only one that is supported.
+    """Raise ValueError if a field has another value than the only one that is supported.
 
     A field that is left out has it. So has one that is null, unless it must be true: transformers takes null for false.
     """

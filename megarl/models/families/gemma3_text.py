@@ -1,4 +1,4 @@
-"""Gemma 3's language model (arXiv 2503.19786): layers with sliding windows, and every sixth with full attention."""
+"""Describes Gemma 3's language model (arXiv 2503.19786): sliding windows, full attention in every sixth layer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ONLY: dict[str, Any] = {
 
 
 def architecture(config: dict[str, Any]) -> Architecture:
-    """From a Hugging Face `Gemma3TextConfig`; raises KeyError for a missing field, ValueError for one unsupported."""
+    """Read a Hugging Face `Gemma3TextConfig`; raises KeyError for a missing field, ValueError for one unsupported."""
     config = _DEFAULTS | config
     check_only(config, "gemma3_text", _ONLY)
     if not isinstance(scalar := config["query_pre_attn_scalar"], int | float) or not 0 < scalar < float("inf"):

@@ -1,4 +1,4 @@
-"""GLM-4.5, 4.6 and 4.7 (arXiv 2508.06471): a few dense layers, then DeepSeek-V3's mixture of experts."""
+"""Describes GLM-4.5, 4.6 and 4.7 (arXiv 2508.06471): a few dense layers, then DeepSeek-V3's mixture of experts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def architecture(config: dict[str, Any]) -> Architecture:
-    """From a Hugging Face `Glm4MoeConfig`; raises KeyError for a missing field, ValueError for an unsupported one."""
+    """Read a Hugging Face `Glm4MoeConfig`; raises KeyError for a missing field, ValueError for an unsupported one."""
     config = _DEFAULTS | config
     kind = llama.layer(config | {"attention_bias": False}, "glm4_moe", partial_rotary=True)
     dense = kind.with_attention(

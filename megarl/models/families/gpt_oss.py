@@ -1,4 +1,5 @@
-"""gpt-oss (arXiv 2508.10925): attention sinks, windows in every second layer, experts with biases and a clamped GLU."""
+"""Describes gpt-oss (arXiv 2508.10925): attention sinks, windows in every second layer, experts with biases and a
+clamped GLU."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ _ONLY: dict[str, Any] = {"hidden_act": "silu", "attention_bias": True, "swiglu_a
 
 
 def architecture(config: dict[str, Any]) -> Architecture:
-    """From a Hugging Face `GptOssConfig`; raises KeyError for a missing field, ValueError for an unsupported one."""
+    """Read a Hugging Face `GptOssConfig`; raises KeyError for a missing field, ValueError for an unsupported one."""
     if (quantization := config.get("quantization_config")) is not None:
         method = quantization.get("quant_method")
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Llama 2 and 3 (arXiv 2307.09288, 2407.21783): the family that the others differ from."""
+"""Describes Llama 2 and 3 (arXiv 2307.09288, 2407.21783), the family of which the others are variants."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCALINGS: dict[str, Scaling] = {
 
 
 def architecture(config: dict[str, Any]) -> Architecture:
-    """From a Hugging Face `LlamaConfig`; raises KeyError for a missing field, ValueError for an unsupported one."""
+    """Read a Hugging Face `LlamaConfig`; raises KeyError for a missing field, ValueError for an unsupported one."""
     return model(config, "llama", layer(config, "llama"))
 
 

@@ -1,4 +1,4 @@
-"""Mistral (arXiv 2310.06825): Llama with a sliding window, which must not matter."""
+"""Describes Mistral (arXiv 2310.06825): Llama with a sliding window, at least as long as the longest sequence."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from megarl.models.families import llama
 
 
 def architecture(config: dict[str, Any]) -> Architecture:
-    """From a Hugging Face `MistralConfig`; raises KeyError for a missing field, ValueError for an unsupported one."""
+    """Read a Hugging Face `MistralConfig`; raises KeyError for a missing field, ValueError for an unsupported one."""
     defaults = {"sliding_window": 4096}  # only null is no window
     config = defaults | config
     return llama.model(config, "mistral", layer(config, "mistral"))
 
 
 def layer(config: dict[str, Any], family: str) -> Layer:
-    """Read Llama's layer, once it is sure that no position sees less than all before it."""
+    """Read Llama's layer; raises ValueError if the sliding window is shorter than the longest sequence."""
     window, longest = config.get("sliding_window"), config["max_position_embeddings"]
     if window is not None and window < longest:
         raise ValueError(

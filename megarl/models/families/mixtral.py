@@ -1,4 +1,4 @@
-"""Mixtral (arXiv 2401.04088): Mistral with experts."""
+"""Describes Mixtral (arXiv 2401.04088): Mistral with experts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.models.parts.experts import Experts, MixtureOfExperts
 
 
 def architecture(config: dict[str, Any]) -> Architecture:
-    """From a Hugging Face `MixtralConfig`; raises KeyError for a missing field, ValueError for an unsupported one."""
+    """Read a Hugging Face `MixtralConfig`; raises KeyError for a missing field, ValueError for an unsupported one."""
     moe = MixtureOfExperts(
         num_experts=config["num_local_experts"],
         experts_per_token=config["num_experts_per_tok"],

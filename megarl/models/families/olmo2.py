@@ -1,4 +1,4 @@
-"""OLMo 2 (arXiv 2501.00656): Llama with norms behind attention and MLP instead of before, and on queries and keys."""
+"""Describes OLMo 2 (arXiv 2501.00656): Llama with norms after attention and MLP, not before, and on query and key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.models.families import llama
 
 
 def architecture(config: dict[str, Any]) -> Architecture:
-    """From a Hugging Face `Olmo2Config`; raises KeyError for a missing field, ValueError for an unsupported one."""
+    """Read a Hugging Face `Olmo2Config`; raises KeyError for a missing field, ValueError for an unsupported one."""
     config = {"rms_norm_eps": 1e-5} | config
     kind = llama.layer(config, "olmo2").with_attention(qk_norm=True, norm_over_heads=True)
     return llama.model(config, "olmo2", replace(kind, input_norms=False, output_norms=True))

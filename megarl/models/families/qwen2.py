@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (arXiv 2407.10671): Llama with biases on q, k and v."""
+"""Describes Qwen2 and Qwen2.5 (arXiv 2407.10671): Llama with biases on q, k and v."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megarl.models.families import llama
 
 
 def architecture(config: dict[str, Any]) -> Architecture:
-    """From a Hugging Face `Qwen2Config`; raises KeyError for a missing field, ValueError for an unsupported one."""
+    """Read a Hugging Face `Qwen2Config`; raises KeyError for a missing field, ValueError for an unsupported one."""
     return llama.model(config, "qwen2", layer(config, "qwen2").with_attention(qkv_bias=True))
 
 

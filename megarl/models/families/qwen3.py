@@ -1,4 +1,4 @@
-"""Qwen3 (arXiv 2505.09388): Llama with RMSNorm on queries and keys, and heads of a width of their own."""
+"""Describes Qwen3 (arXiv 2505.09388): Llama with RMSNorm on queries and keys, and heads of a width of their own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from megarl.models.families import llama, qwen2
 
 
 def architecture(config: dict[str, Any]) -> Architecture:
-    """From a Hugging Face `Qwen3Config`; raises KeyError for a missing field, ValueError for an unsupported one."""
+    """Read a Hugging Face `Qwen3Config`; raises KeyError for a missing field, ValueError for an unsupported one."""
     kind = qwen2.layer(config, "qwen3").with_attention(head_dim=config["head_dim"], qk_norm=True)
     return llama.model(config, "qwen3", kind)

@@ -1,4 +1,4 @@
-"""Qwen3.5's and 3.6's language models with experts: Qwen3-Next's layers, whose weights the files have apart."""
+"""Describes Qwen3.5's and 3.6's language models with experts: Qwen3-Next's layers, with more matrices in files."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from megarl.models.families import qwen3_next
 
 
 def architecture(config: dict[str, Any]) -> Architecture:
-    """From a `Qwen3_5MoeTextConfig`; raises KeyError for a missing field, ValueError for an unsupported one."""
+    """Read a `Qwen3_5MoeTextConfig`; raises KeyError for a missing field, ValueError for an unsupported one."""
     return qwen3_next.with_experts(config, "qwen3_5_moe_text", joined=False)

@@ -1,4 +1,4 @@
-"""Qwen3-MoE (arXiv 2505.09388): Qwen3 with experts in every layer."""
+"""Describes Qwen3-MoE (arXiv 2505.09388): Qwen3 with experts in every layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.models.parts.experts import Experts, MixtureOfExperts
 
 
 def architecture(config: dict[str, Any]) -> Architecture:
-    """From a Hugging Face `Qwen3MoeConfig`; raises KeyError for a missing field, ValueError for an unsupported one."""
+    """Read a Hugging Face `Qwen3MoeConfig`; raises KeyError for a missing field, ValueError for an unsupported one."""
     check_only(config, "qwen3_moe", {"decoder_sparse_step": 1, "mlp_only_layers": []})
     moe = MixtureOfExperts(
         num_experts=config.get("num_local_experts") or config["num_experts"],  # transformers 5, 4

@@ -1,4 +1,4 @@
-"""Qwen3-Next: three layers with gated delta nets, then one with gated attention; experts, and a gated one for all."""
+"""Describes Qwen3-Next: three layers of gated delta nets, then one gated attention; experts, and a shared gated one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def architecture(config: dict[str, Any]) -> Architecture:
-    """From a Hugging Face `Qwen3NextConfig`; raises KeyError for a missing field, ValueError for an unsupported one."""
+    """Read a Hugging Face `Qwen3NextConfig`; raises KeyError for a missing field, ValueError for an unsupported one."""
     return with_experts(config, "qwen3_next", joined=True)
 
 

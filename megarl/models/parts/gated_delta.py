@@ -70,7 +70,7 @@ class GatedDelta(AttentionPart):
 
     @property
     def conv_width(self) -> int:
-        """Count the first of them, those that are convolved: query, key and values."""
+        """Count the first channels of a key head, which are convolved: query, key and values."""
         return 2 * self.key_head_dim + self.values_per_key * self.value_head_dim
 
     def tensors(self, layer: str, hidden: int) -> Iterator[LogicalTensor]:
@@ -161,7 +161,7 @@ class GatedDelta(AttentionPart):
         return 0, 1, 1
 
     def state_shapes(self, tp: int) -> tuple[tuple[int, ...], ...]:
-        """Give those of the last tokens' channels before the convolution, and of the matrices of the rank's heads."""
+        """Give shapes: of the last tokens' channels before the convolution, and of the matrices of the rank's heads."""
         heads = self.num_key_heads // tp
         matrices = (heads, self.values_per_key, self.key_head_dim, self.value_head_dim)
         return (self.conv_kernel - 1, heads * self.conv_width), matrices
@@ -193,7 +193,7 @@ class GatedDelta(AttentionPart):
         return tokens * self.num_value_heads * (6 * key * value + CHUNK * (5 * key + 3 * value))
 
     def megatron_fields(self) -> dict[str, Any]:
-        """Set none: its module in training reads the part, and the model's other layers set the number of heads."""
+        """Set no field: its module in training reads the part, and the model's other layers set the number of heads."""
         return {}
 
 

@@ -34,11 +34,11 @@ class Part(Protocol):
         ...
 
     def check_split(self, tp: int, key: str) -> None:
-        """Raises ValueError if `tp` ranks cannot share the part; `key` names the setting of `tp`."""
+        """Raise ValueError if `tp` ranks cannot share the part; `key` names the setting of `tp`."""
         ...
 
     def check_training(self, layout: TrainLayout, *, sequence_parallel: bool) -> None:
-        """Raises ValueError, beyond `check_split`, if the layout's ranks cannot train the part."""
+        """Raise ValueError, beyond `check_split`, if the layout's ranks cannot train the part."""
         ...
 
     def activations(self, hidden: int, tp: int) -> float:
@@ -109,7 +109,7 @@ class AttentionPart(Part, Protocol):
 
 
 def check_context(layout: TrainLayout, heads: int, kv_heads: int) -> None:
-    """Raises ValueError, with what to change, unless context-parallel ranks can have equally many of the heads."""
+    """Raise ValueError, with what to change, unless context-parallel ranks can have equally many of the heads."""
     cp, heads, kv_heads = layout.cp, heads // layout.tp, max(1, kv_heads // layout.tp)
     if heads % cp or (kv_heads % cp and cp % kv_heads):
         raise ValueError(
@@ -120,14 +120,14 @@ def check_context(layout: TrainLayout, heads: int, kv_heads: int) -> None:
 
 
 def check_counts(part: object, *names: str, most: int = 2**31 - 1) -> None:
-    """Raises ValueError unless these attributes are whole numbers from 1 to `most`."""
+    """Raise ValueError unless these attributes are whole numbers from 1 to `most`."""
     for name in names:
         if type(count := getattr(part, name)) is not int or not 1 <= count <= most:
             raise ValueError(f"{name} must be a whole number from 1 to {most}, not {count!r:.40}")
 
 
 def check_numbers(part: object, *names: str, positive: bool = False) -> None:
-    """Raises ValueError unless these attributes are finite numbers from 0 on, or above 0."""
+    """Raise ValueError unless these attributes are finite numbers from 0 on, or above 0."""
     for name in names:
         number = getattr(part, name)
         is_number = isinstance(number, int | float) and not isinstance(number, bool)

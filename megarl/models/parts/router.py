@@ -94,12 +94,12 @@ class Router:
 
     @property
     def bias(self) -> str:
-        """Name the correction bias, likewise."""
+        """Name the correction bias, as `weight` names the weight."""
         return f"{self.module}.{self.gate}.e_score_correction_bias"
 
     @property
     def added_to_logits(self) -> str:
-        """Name the bias of the logits, likewise."""
+        """Name the bias of the logits, as `weight` names the weight."""
         return f"{self.module}.{self.gate}.bias"
 
     def router_tensors(self, layer: str, hidden: int) -> Iterator[LogicalTensor]:

@@ -63,7 +63,7 @@ class SwiGLU(MLPPart):
 
 
 def check_width(ffn: int, tp: int, key: str) -> None:
-    """Raises ValueError unless `tp` ranks can share the width of an MLP."""
+    """Raise ValueError unless `tp` ranks can share the width of an MLP."""
     if ffn % tp:
         raise ValueError(f"{key} = {tp} does not divide the model's MLP width {ffn}")
 

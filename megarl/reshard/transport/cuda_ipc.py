@@ -1,4 +1,4 @@
-"""Memory of other processes' GPUs, mapped into this one's address space: CUDA's interprocess handles, by the driver.
+"""Maps other processes' GPU memory into this one's address space, by the CUDA driver's interprocess handles.
 
 torch shares storages between processes, too, but it opens them in a context on the owner's GPU, which takes hundreds of
 MiB there, and it counts one receiver for each time that a storage is shared, keeping what nobody opened. The driver
@@ -22,18 +22,18 @@ _LAZY_PEER_ACCESS = 1
 
 
 class _Handle(ctypes.Structure):
-    """CUipcMemHandle."""
+    """Has the layout of CUipcMemHandle."""
 
     _fields_ = [("reserved", ctypes.c_ubyte * 64)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """A piece of memory as the driver gave it out; torch's allocator divides it among tensors.
+    """Identifies a piece of memory as the driver gave it out; torch's allocator divides it among tensors.
 
     Attributes:
         start: address.
-        number: of this allocation and no other, even if a later one has its address.
+        number: this allocation's and no other's, even if a later one has its address.
     """
 
     start: int
@@ -41,7 +41,7 @@ class Allocation:
 
 
 def allocation_at(address: int) -> Allocation:
-    """The allocation around an address.
+    """Find the allocation around an address.
 
     Raises:
         OSError: there is none.

@@ -67,7 +67,7 @@ class PeerTransport:
 
     @property
     def table_bytes(self) -> int:
-        """Count the extra memory that it holds."""
+        """Count the extra memory that the transport holds."""
         return self.fused.nbytes if self.fused else 0
 
     def connect(self) -> Agreement:
@@ -163,7 +163,7 @@ class PeerTransport:
         self._mapped = {}
 
     def _bases(self) -> np.ndarray:
-        """Addresses of the memories that the copies speak of by number; 0 of what is not mapped."""
+        """Return the addresses of the memories that the copies name by number; 0 for memory that is not mapped."""
         bases = _addresses(self._own)
         for peer, names in self._taken.items():
             bases += self._mapped[peer].addresses if peer in self._mapped else [0] * len(names)
@@ -172,7 +172,7 @@ class PeerTransport:
 
 @dataclass(frozen=True, kw_only=True)
 class _Mapped:
-    """Memory of a peer.
+    """Holds addresses of a peer's memory.
 
     Attributes:
         starts: addresses of the mapped allocations.
