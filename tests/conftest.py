@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +60,28 @@ def browser() -> Iterator[Any]:
     driver.quit()
 
 
+def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], str]) -> TrainedRun:
+    """A run that the first of all workers makes, which returns what it printed; tests only read it."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    said = folder / "said"
+    with open(f"{folder}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not said.exists():
+            shutil.rmtree(folder, ignore_errors=True)  # of a worker that failed to make it
+            folder.mkdir()
+            out = make(folder)
+            said.write_text(out)
+    return TrainedRun(config=folder / "run.yaml", folder=folder, out=said.read_text())
+
+
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
     """A run of four ranks with a warm-up, a reference, validation, checkpoints, exports and all records on disk."""
-    folder = tmp_path_factory.mktemp("trained")
+    return made_once(tmp_path_factory, "trained", _trained)
+
+
+def _trained(folder: Path) -> str:
     (folder / "reward.py").write_text(FINGERPRINT)
     config = write_run(
         folder,
@@ -79,13 +99,16 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
     )
     done = megarl("train", str(config))
     assert done.returncode == 0, done.stdout + done.stderr
-    return TrainedRun(config=config, folder=folder, out=done.stdout)
+    return done.stdout
 
 
 @pytest.fixture(scope="session")
 def small(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
     """A run of two steps on two ranks, validated and saved after both; rank 1's second step is profiled."""
-    folder = tmp_path_factory.mktemp("small")
+    return made_once(tmp_path_factory, "small", partial(_small, ranks))
+
+
+def _small(ranks: Ranks, folder: Path) -> str:
     (folder / "reward.py").write_text(FINGERPRINT)
     config = write_run(
         folder,
@@ -100,7 +123,7 @@ def small(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
     )
     ended, said = ranks.run(2, run_here, str(config))[0]
     assert ended == "", said
-    return TrainedRun(config=config, folder=folder, out=said)
+    return said
 
 
 @pytest.fixture(scope="session")
