@@ -193,7 +193,7 @@ def test_another_user_can_neither_read_nor_change_a_run(tmp_path: Path) -> None:
 
 
 def test_two_users_train_side_by_side() -> None:
-    """The same configuration with an agent on four ranks, at once, on one machine."""
+    """The same configuration with an agent on two ranks, at once, on one machine."""
     pythons = {"root": [sys.executable], "nobody": python_of(NOBODY)}
     shared = Path("/tmp") / f"two-users-{os.getpid()}"
     shared.mkdir(mode=0o755)
@@ -202,7 +202,7 @@ def test_two_users_train_side_by_side() -> None:
         for user, python in pythons.items():
             folder = shared / user
             folder.mkdir()
-            config = agent_run(folder, "two_turns", **{**FOUR_RANKS, "trainer__total_training_steps": 3})
+            config = agent_run(folder, "two_turns", trainer__n_gpus_per_node=2, trainer__total_training_steps=3)
             for path in (folder, *folder.rglob("*")):
                 shutil.chown(path, user)
             environment = {**with_path(), "HOME": str(folder), "LOGNAME": user, "OMP_NUM_THREADS": "1"}
