@@ -23,13 +23,13 @@ from megarl.trainer.admission.checks import check_layouts
 from megarl.types import batch_of
 
 
-def _parts(packed: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+def _parts(packed: bool, gathers: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """What this rank has of a micro-batch, and what one rank alone would have."""
     from megarl.models.microbatch import SequenceShard, make_micro_batch
 
     cpu = torch.device("cpu")
     made = []
-    for shard in (SequenceShard(cp=dist.group.WORLD), SequenceShard()):
+    for shard in (SequenceShard(cp=dist.group.WORLD, gathers_keys=gathers), SequenceShard()):
         micro = make_micro_batch(
             fixed_batch(),
             [3, 1, 4],
@@ -51,14 +51,18 @@ def _parts(packed: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     return made[0], made[1]
 
 
+@pytest.mark.parametrize("gathers", [False, True], ids=["a2a", "all_gather"])
 @pytest.mark.parametrize("packed", quick([True, False], 1))
-def test_the_parts_of_the_ranks_are_the_micro_batch(ranks: Ranks, packed: bool) -> None:
-    answers = ranks.run(4, _parts, packed)
+def test_the_parts_of_the_ranks_are_the_micro_batch(ranks: Ranks, packed: bool, gathers: bool) -> None:
+    answers = ranks.run(4, _parts, packed, gathers)
     parts, whole = [part for part, _ in answers], answers[0][1]
     assert {part["tokens"].shape for part in parts} == {parts[0]["tokens"].shape}
     tokens = torch.cat([part["tokens"] for part in parts], dim=1)
+    if packed and gathers:  # of eight parts each rank has one from the begin and one from the end
+        eighths = tokens.unflatten(1, (8, -1))
+        tokens = eighths[:, [0, 2, 4, 6, 7, 5, 3, 1]].flatten(1)
     width = whole["tokens"].shape[1]
-    assert 0 <= tokens.shape[1] - width < 4 and torch.equal(tokens[:, :width], whole["tokens"])
+    assert 0 <= tokens.shape[1] - width < (8 if gathers else 4) and torch.equal(tokens[:, :width], whole["tokens"])
     assert not tokens[:, width:].any()  # padding
     for name in ("labels", "index", "places", "sequences"):
         every = torch.cat([part[name] for part in parts])
@@ -66,6 +70,27 @@ def test_the_parts_of_the_ranks_are_the_micro_batch(ranks: Ranks, packed: bool) 
     assert all(torch.equal(part["places"].long(), part["index"]) for part in parts)
     cells = torch.cat([part["cells"] for part in parts])
     assert torch.equal(cells[cells >= 0].sort().values, whole["cells"][whole["cells"] >= 0].sort().values)
+
+
+def _pairs(lengths: list[int]) -> int:
+    """How many pairs of a query and a key a layer's attention of this rank computes."""
+    from megarl.models.microbatch import SequenceShard, make_micro_batch
+
+    batch = batch_of([[1]] * len(lengths), [[2] * (n - 1) for n in lengths], list(range(len(lengths))))
+    shard = SequenceShard(cp=dist.group.WORLD, gathers_keys=True)
+    which = range(len(lengths))
+    packed = make_micro_batch(batch, which, packed=True, shard=shard, device=torch.device("cpu")).packed
+    assert packed is not None
+    queries, keys = packed.cu_seqlens_q.diff().long(), packed.cu_seqlens_kv.diff().long()
+    return int((queries * keys - queries * (queries - 1) // 2).sum())
+
+
+@pytest.mark.parametrize(("lengths", "most"), [([4096], 1.0), ([2048, 512, 1024, 512], 1.6)], ids=["one", "four"])
+def test_gathered_keys_give_ranks_as_much_to_attend(ranks: Ranks, lengths: list[int], most: float) -> None:
+    """Exactly, of one sequence; and together all pairs, each once."""
+    pairs = ranks.run(4, _pairs, lengths)
+    assert sum(pairs) == sum(n * (n + 1) // 2 for n in lengths)
+    assert max(pairs) <= most * sum(pairs) / 4
 
 
 def _of_a_long_sequence(case: Case, length: int) -> torch.Tensor:
@@ -78,13 +103,14 @@ def _of_a_long_sequence(case: Case, length: int) -> torch.Tensor:
 
 
 @pytest.mark.slow
-def test_log_probs_of_a_sequence_of_32k_tokens(ranks: Ranks) -> None:
+@pytest.mark.parametrize("gathers", [False, True], ids=["a2a", "all_gather"])
+def test_log_probs_of_a_sequence_of_32k_tokens(ranks: Ranks, gathers: bool) -> None:
     length = 2**15
     keys = {"actor": {"ppo_max_token_len_per_gpu": length}}
     (want,) = ranks.run(1, _of_a_long_sequence, Case(config=keys), length)
     for cp in (2, 4):
         keys = {"actor": {"ppo_max_token_len_per_gpu": length // cp}}
-        for got in ranks.run(cp, _of_a_long_sequence, Case(cp=cp, config=keys), length):
+        for got in ranks.run(cp, _of_a_long_sequence, Case(cp=cp, gathers=gathers, config=keys), length):
             assert want.std() > 0.01
             torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
@@ -102,7 +128,7 @@ SECTIONS: dict[str, Any] = {
 OVER_FOUR: dict[str, Any] = {
     "actor_rollout_ref__actor__megatron": {"context_parallel_size": 2},
     "actor_rollout_ref__actor__ppo_max_token_len_per_gpu": 64,
-    "critic__megatron": {"context_parallel_size": 4},
+    "critic__megatron": {"context_parallel_size": 4, "cp_comm_type": "all_gather"},
     "critic__ppo_max_token_len_per_gpu": 32,
     "actor_rollout_ref__rollout__tensor_model_parallel_size": 2,
     "trainer__n_gpus_per_node": 4,

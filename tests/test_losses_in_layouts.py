@@ -80,6 +80,7 @@ def test_the_size_of_micro_batches_changes_nothing(plain: History) -> None:
             Case(tp=2, pp=2, sequence_parallel=True),
             Case(pp=2, dp=2, chunks=2),
             Case(cp=2),
+            Case(cp=2, gathers=True),
             Case(tp=2, cp=2, packed=False),
         ],
         1,

@@ -215,6 +215,7 @@ LAYOUTS: list[tuple[dict[str, Any], Architecture]] = [
     (dict(pp=2), LATENT),
     (dict(dp=2, ep=2), SOME_WITH_EXPERTS),
     (dict(cp=2, tp=2, sequence_parallel=True), NORMS_BEHIND),
+    (dict(cp=2, gathers=True, dp=2), WINDOWS),
 ]
 
 

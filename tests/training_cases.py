@@ -143,7 +143,10 @@ SEQUENCES = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A training layout, whose stages a `pipeline_model_parallel_layout` may name, and how micro-batches are made."""
+    """A training layout, whose stages a `pipeline_model_parallel_layout` may name, and how micro-batches are made.
+
+    With `gathers` context-parallel ranks gather keys, else they exchange heads.
+    """
 
     tp: int = 1
     pp: int = 1
@@ -151,6 +154,7 @@ class Case:
     chunks: int = 1
     gen_tp: int = 1
     cp: int = 1
+    gathers: bool = False
     ep: int = 1
     etp: int | None = None
     split: str = ""
@@ -165,7 +169,7 @@ class Case:
     @property
     def name(self) -> str:
         tags = [
-            f"cp{self.cp}" * (self.cp > 1),
+            f"cp{self.cp}{'g' * self.gathers}" * (self.cp > 1),
             f"x{self.chunks}" * (self.chunks > 1),
             self.split,
             "sp" * self.sequence_parallel,
@@ -253,7 +257,7 @@ def layout_of(case: Case) -> TrainLayout:
     ranks = range(dist.get_world_size())
     split = PipelineSplit(pipeline_model_parallel_layout=case.split)
     sizes = dict(tp=case.tp, pp=case.pp, cp=case.cp, chunks=case.chunks, ep=case.ep, etp=case.etp)
-    return TrainLayout(ranks=ranks, split=split, **sizes)
+    return TrainLayout(ranks=ranks, split=split, gathers_keys=case.gathers, **sizes)
 
 
 def _model_in(

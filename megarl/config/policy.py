@@ -108,7 +108,12 @@ class MegatronConfig(Section):
     context_parallel_size: Size = Field(
         1,
         ge=1,
-        description="ranks that share each sequence: a part of its tokens on each, and in attention of its heads",
+        description="ranks that share each sequence, a part of its tokens on each; see cp_comm_type for attention",
+    )
+    cp_comm_type: Literal["a2a", "all_gather"] = Field(
+        "a2a",
+        description="what context-parallel ranks do around attention: a2a exchanges heads for tokens, so that each "
+        "attends with some heads; all_gather brings the keys and values of all tokens to each, whatever the heads",
     )
     expert_model_parallel_size: Size = Field(
         1, ge=1, description="ranks over which the experts of a layer are dealt out; data-parallel ranks are among them"

@@ -175,12 +175,14 @@ def _layer(model: ModelJob, stage: int, without: Collection[str] = ()) -> float:
 
 
 def _copied_keys(model: ModelJob) -> float:
-    """Count the elements per token of a layer's keys and values, where each sequence gets those of a common prompt."""
-    config, data = model.config.actor_rollout_ref, model.config.data
-    if not (config.model.use_prefix_grouper and generates(model.config) and config.rollout.n > 1):
-        return 0.0
-    n, prompt, response = config.rollout.n, data.max_prompt_length, data.max_response_length
-    keys = n * (prompt + response) / (prompt + n * response)
+    """Count the elements per token of a layer's keys and values, where each sequence gets those of a common prompt, or
+    context-parallel ranks gather them: these get a copy for each part of a sequence that they have."""
+    config, data, cp, keys = model.config.actor_rollout_ref, model.config.data, model.layout.cp, 0.0
+    if config.model.use_prefix_grouper and generates(model.config) and config.rollout.n > 1:
+        n, prompt, response = config.rollout.n, data.max_prompt_length, data.max_response_length
+        keys = n * (prompt + response) / (prompt + n * response)
+    if model.layout.gathers_keys:
+        keys = max(1.0, keys) * (cp + 0.5) + cp
     return keys * max(layer.attention.training_keys(model.layout.tp) for layer in model.arch.kinds)
 
 

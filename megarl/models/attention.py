@@ -18,9 +18,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from megarl.models.exchange import all_tokens_of_some_heads, some_tokens_of_all_heads
+from megarl.models.exchange import all_tokens_of_some_heads, of_all_tokens, some_tokens_of_all_heads
 from megarl.models.norm import HeadsNorm, RMSNorm
-from megarl.models.packed_attention import SharedKeys, packed_attention, padded_attention
+from megarl.models.packed_attention import SharedKeys, packed_attention, padded_attention, seen
 from megarl.models.parts.grouped_query import GroupedQuery
 from megarl.models.parts.rotary import Rotary
 from megarl.models.rope import apply_rope, rope_table
@@ -79,13 +79,61 @@ def sequences_that_share(
         queries: tokens of each sequence that the row has for itself: all, or the last ones.
         own: as for `packed_sequences`.
     """
-    keys = packed_sequences(lengths, device)
-    cu_seqlens, longest, slots = keys.cu_seqlens_kv, keys.max_seqlen_kv, keys.slots
-    assert slots is not None
-    packed = packed_sequences(queries, device)
-    packed.cu_seqlens_kv, packed.max_seqlen_kv, packed.lengths = cu_seqlens, longest, keys.lengths
-    packed.positions = upload(positions[slice(*own)], device)
-    packed.shared = SharedKeys(rows=upload(rows, device), cu_seqlens=cu_seqlens, longest=longest, slots=slots)
+    return _with_keys(queries, lengths, rows, positions[slice(*own)], device)
+
+
+def gathered_sequences(
+    lengths: list[int],
+    rows: Tensor,
+    positions: Tensor,
+    queries: list[int],
+    device: torch.device,
+    order: Tensor,
+    own: tuple[int, int],
+) -> PackedSequences:
+    """Describe what this rank's tokens see of sequences whose keys are gathered.
+
+    Args:
+        order: int64 [row], the tokens of the row as the ranks have them, one rank after the other.
+        own: this rank's part of that order.
+
+    The other arguments are those of `sequences_that_share`.
+    """
+    places = order[slice(*own)]
+    at, sequence = positions[places], torch.repeat_interleave(torch.tensor(queries))[places]
+    goes_on = (places.diff() == 1) & (sequence.diff() == 0)
+    begins = torch.cat((torch.zeros(1, dtype=torch.int64), (~goes_on).nonzero().flatten() + 1))
+    after = torch.cat((begins[1:], torch.tensor([len(places)])))
+    starts = torch.tensor([0, *lengths]).cumsum(0)[sequence[begins]]
+    seen_by = (at[after - 1] + 1).tolist()
+    tokens = torch.cat([rows[start : start + count] for start, count in zip(starts.tolist(), seen_by, strict=True)])
+    return _with_keys((after - begins).tolist(), seen_by, order.argsort()[tokens], at, device)
+
+
+def _with_keys(
+    queries: list[int], keys: list[int], rows: Tensor, positions: Tensor, device: torch.device
+) -> PackedSequences:
+    """Describe queries, one run after another, each of which are the last tokens of its own keys.
+
+    Args:
+        queries, keys: tokens of each run.
+        rows: int64 [sum of keys], the place of each key among all that attention gets.
+        positions: int64, of the tokens that this rank has.
+    """
+    packed, of_keys = packed_sequences(queries, device), packed_sequences(keys, device)
+    assert of_keys.slots is not None
+    packed.cu_seqlens_kv, packed.max_seqlen_kv, packed.lengths = (
+        of_keys.cu_seqlens_kv,
+        of_keys.max_seqlen_kv,
+        of_keys.lengths,
+    )
+    packed.positions = upload(positions, device)
+    packed.shared = SharedKeys(
+        rows=upload(rows, device),
+        cu_seqlens=of_keys.cu_seqlens_kv,
+        longest=of_keys.max_seqlen_kv,
+        slots=of_keys.slots,
+    )
     return packed
 
 
@@ -111,6 +159,7 @@ class CausalAttention(torch.nn.Module):
         super().__init__()
         assert attn_mask_type == AttnMaskType.causal and attention_type == "self"
         self.cp_group = pg_collection.cp
+        self.gathers_keys = self.cp_group.size() > 1 and config.cp_comm_type == "all_gather"
 
     def forward(
         self,
@@ -124,13 +173,18 @@ class CausalAttention(torch.nn.Module):
     ) -> Tensor:
         """Attend: query [tokens, heads, dim] packed or [length, batch, heads, dim] -> the same, heads * dim last.
 
-        Context-parallel ranks have some tokens with all heads, and attend over all tokens with some heads.
+        Context-parallel ranks have some tokens with all heads, and attend over all tokens with some heads; or with all
+        heads to gathered keys.
         """
         assert attention_mask is None and attention_bias is None, "causal masks only"
         query, key = self.rotated(query, key, packed_seq_params)
-        query, key, value = all_tokens_of_some_heads((query, key, value), self.cp_group)
+        if self.gathers_keys:
+            key, value = (of_all_tokens(x, self.cp_group) for x in (key, value))
+        else:
+            query, key, value = all_tokens_of_some_heads((query, key, value), self.cp_group)
         if packed_seq_params is None:
-            out = padded_attention(*(x.transpose(0, 1) for x in (query, key, value)), **self.rule).transpose(0, 1)
+            parts = (x.transpose(0, 1) for x in (query, key, value))
+            out = padded_attention(*parts, **self.rule, mask=self._mask(query, key)).transpose(0, 1)
         else:
             assert packed_seq_params.slots is not None
             out = packed_attention(
@@ -143,7 +197,14 @@ class CausalAttention(torch.nn.Module):
                 shared=packed_seq_params.shared,
                 **self.rule,
             )
-        return some_tokens_of_all_heads(out, self.cp_group).flatten(-2)
+        return (out if self.gathers_keys else some_tokens_of_all_heads(out, self.cp_group)).flatten(-2)
+
+    def _mask(self, query: Tensor, key: Tensor) -> Tensor | None:
+        """Mark which of the gathered keys padded queries see; None where causality says it."""
+        if not self.gathers_keys:
+            return None
+        first = torch.tensor([self.cp_group.rank() * len(query)], device=query.device)
+        return seen(len(query), self.rule.get("window"), query.device, keys=len(key), before=first)
 
     def rotated(self, query: Tensor, key: Tensor, packed: PackedSequences | None) -> tuple[Tensor, Tensor]:
         """Rotate queries and keys that are not rotated yet; first normalise them, where Megatron-Core has not."""
@@ -191,7 +252,9 @@ class TorchAttention(CausalAttention):
     @property
     def rule(self) -> dict[str, Any]:
         """See `CausalAttention.rule`."""
-        sinks = None if self.sinks is None else self.sinks.chunk(self.cp_group.size())[self.cp_group.rank()]
+        sinks = self.sinks
+        if sinks is not None and not self.gathers_keys:
+            sinks = sinks.chunk(self.cp_group.size())[self.cp_group.rank()]
         return dict(window=self.attention.sliding_window, scale=self.attention.softmax_scale, sinks=sinks)
 
     def rotated(self, query: Tensor, key: Tensor, packed: PackedSequences | None) -> tuple[Tensor, Tensor]:

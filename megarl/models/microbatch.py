@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.models.attention import PackedSequences, packed_sequences, sequences_that_share
+from megarl.models.attention import PackedSequences, gathered_sequences, packed_sequences, sequences_that_share
 from megarl.parallel.upload import upload
 from megarl.types import Batch
 
@@ -151,14 +151,17 @@ class SequenceShard:
     Attributes:
         tp: tensor-parallel ranks that have a part each (sequence parallelism); 1: each has all.
         cp: the ranks that have a part each; None: there is no context parallelism.
+        gathers_keys: each of them attends to gathered keys. Of a packed row it then has the r-th part of all 2 * cp
+            from the begin and the r-th from the end: later tokens see more, so that all have about as much to do.
     """
 
     tp: int = 1
     cp: dist.ProcessGroup | None = None
+    gathers_keys: bool = False
 
     def padded(self, length: int) -> int:
         """Round a length up, so that all ranks have equally much; at least one token each."""
-        parts = self.tp * (1 if self.cp is None else self.cp.size())
+        parts = self.tp * (1 if self.cp is None else self.cp.size()) * (2 if self.gathers_keys else 1)
         return -(-max(1, length) // parts) * parts
 
     def own(self, length: int) -> tuple[int, int]:
@@ -167,6 +170,13 @@ class SequenceShard:
             return 0, length
         each = length // self.cp.size()
         return self.cp.rank() * each, (self.cp.rank() + 1) * each
+
+    def order(self, length: int) -> Tensor:
+        """List the tokens of a packed row of a padded length as the ranks have them: int64 [length]."""
+        if self.cp is None or not self.gathers_keys:
+            return torch.arange(length)
+        parts = torch.arange(length).view(2 * self.cp.size(), -1)
+        return torch.stack((parts[: len(parts) // 2], parts.flip(0)[: len(parts) // 2]), dim=1).flatten()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,19 +272,22 @@ def _laid_out(
     """
     count = len(prompts.kept)
     total = shard.padded(count)
-    grid = _Grid(shape=(1, total), row=torch.zeros(count, dtype=torch.int64), column=torch.arange(count))
+    order = shard.order(total)
+    grid = _Grid(shape=(1, total), row=torch.zeros(count, dtype=torch.int64), column=order.argsort()[:count])
     padding = [total - count] if total > count else []
-    if not prompts.shares:
+    if not prompts.shares and not shard.gathers_keys:
         return grid, packed_sequences([*lengths, *padding], device, shard.own(total))
     filling = torch.arange(total - count)
-    return grid, sequences_that_share(
+    whole = (
         [*lengths, *padding],
         torch.cat((prompts.rows, count + filling)),
         torch.cat((positions[prompts.kept], filling)),
         [*prompts.own, *padding],
         device,
-        shard.own(total),
     )
+    if shard.gathers_keys:
+        return grid, gathered_sequences(*whole, order, shard.own(total))
+    return grid, sequences_that_share(*whole, shard.own(total))
 
 
 def _check_first(is_trained: Tensor) -> None:

@@ -45,6 +45,7 @@ class TrainLayout:
         split: how many layers the stages have.
         ep: ranks over which the experts of a layer are dealt out.
         etp: ranks that share each expert; None: tp.
+        gathers_keys: context-parallel ranks attend with all heads, to gathered keys and values; else each with some.
     """
 
     ranks: range
@@ -55,6 +56,7 @@ class TrainLayout:
     ep: int = 1
     etp: int | None = None
     split: PipelineSplit = BALANCED
+    gathers_keys: bool = False
 
     def __post_init__(self) -> None:
         if self.size % (self.tp * self.pp * self.cp):

@@ -101,6 +101,7 @@ class MegatronModel:
         self.shard = SequenceShard(
             tp=groups.layout.tp if self.transformer_config.sequence_parallel else 1,
             cp=groups.pgs.cp if groups.layout.cp > 1 else None,
+            gathers_keys=groups.layout.gathers_keys,
         )
         self.router_losses: RouterLosses | None = None
         self.replay: RoutingReplay | None = None

@@ -28,6 +28,7 @@ def train_layout(config: Config, megatron: MegatronConfig | None = None) -> Trai
         ep=megatron.expert_model_parallel_size,
         etp=megatron.expert_tensor_parallel_size,
         split=split,
+        gathers_keys=megatron.context_parallel_size > 1 and megatron.cp_comm_type == "all_gather",
     )
 
 
