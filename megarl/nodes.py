@@ -258,6 +258,7 @@ class Nodes:
         try:
             while not self._store.check([_COMPLETE]):
                 if self._store.check([_REFUSED]):
+                    self._stay_for_others()
                     raise ValueError(self._store.get(_REFUSED).decode())
                 if (plan := self._published()) and plan.attempt > self.plan.attempt:
                     raise PlanChanged(plan)
@@ -296,9 +297,13 @@ class Nodes:
     def _refuse(self, why: str) -> None:
         """Raise ValueError here, and on the other nodes that are there."""
         self._store.set(_REFUSED, why)
-        if self._node.node_rank == 0:  # the store ends with this process
-            time.sleep(1.0)
+        self._stay_for_others()
         raise ValueError(why)
+
+    def _stay_for_others(self) -> None:
+        """Let the other nodes read why the job is refused: the store ends with the first node's process."""
+        if self._node.node_rank == 0:
+            time.sleep(1.0)
 
     def _say_waiting(self, missing: list[int]) -> None:
         if time.monotonic() >= self._next_word:

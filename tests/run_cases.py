@@ -152,6 +152,27 @@ def a_reshard_that_loses_a_bit() -> Callable[[], None]:
     return undo
 
 
+def held_out_rows_are_gone_after_two_steps() -> Callable[[], None]:
+    """They are read before the first step, too."""
+    from megarl.data.row_files import RowRefused
+    from megarl.flows import learn
+
+    original, calls = learn.evaluate_on, [0]
+
+    def gone(*args: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 3:
+            raise RowRefused("held out, and gone")
+        return original(*args)
+
+    learn.evaluate_on = gone
+
+    def undo() -> None:
+        learn.evaluate_on = original
+
+    return undo
+
+
 def rows_are_drawn() -> Callable[[], None]:
     """Rows with answers of any size are tokenised when they are drawn, and before the run the first and the last."""
     from megarl.data import example_set

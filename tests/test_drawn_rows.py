@@ -409,10 +409,25 @@ def test_a_row_that_is_refused_when_it_is_drawn_loses_no_step(ranks: Ranks, tmp_
     for end, out in ranks.run(2, run_here, str(config), keys, "rows_are_drawn"):
         assert end.startswith(f"refused: {tmp_path}/train.jsonl:{bad + 1}: the chat template refuses the messages: bad")
         saved = tmp_path / "run" / "checkpoints" / "train_step_2"
-        line = f"step 3 lacks rows that can be used; checkpoint {saved}; the same command goes on from it"
+        line = f"step 3 lacks rows that can be used; checkpoint {saved}"
         assert line in out or "megarl: " not in out
     bad = -1
     rows(read := [{}] * 80)
     write_rows(tmp_path / "train.jsonl", read)
     ends = ranks.run(2, run_here, str(config), [*keys, "trainer.resume_allow=[data]"], "rows_are_drawn")
     assert [end for end, _ in ends] == ["", ""] and numbers_of(tmp_path)[-1]["step"] == 4
+
+
+def test_a_step_whose_validation_cannot_be_read_keeps_its_row(ranks: Ranks, tmp_path: Path) -> None:
+    """The step is saved, so that nothing would write its row again."""
+    config = offline_run(tmp_path, "sft", lambda rows: None, trainer__total_training_steps=3, trainer__test_freq=1)
+    for end, out in ranks.run(2, run_here, str(config), [], "held_out_rows_are_gone_after_two_steps"):
+        assert end == "refused: held out, and gone"
+        saved = tmp_path / "run" / "checkpoints" / "train_step_2"
+        assert (
+            f"the validation of step 2 lacks rows that can be used; checkpoint {saved}" in out or "megarl: " not in out
+        )
+    assert ranks.run(2, run_here, str(config))[0][0] == ""
+    rows = numbers_of(tmp_path)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert ["val/loss" in row for row in rows] == [True, True, False, True] and "train/loss" in rows[2]

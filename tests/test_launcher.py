@@ -279,6 +279,16 @@ def test_two_launchers_of_the_same_node() -> None:
     assert "refused: node 2 of 3 did not come within 0.2 minutes (trainer.timeout_minutes)" in said
 
 
+@pytest.mark.slow
+def test_why_a_job_is_refused_reaches_every_node() -> None:
+    """Also one that neither found the difference nor keeps the store."""
+    first = Node(nproc=1, nnodes=3, master_port=free_port(), same={"configuration": "a"})
+    nodes = [first, replace(first, node_rank=1, same={"configuration": "b"}), replace(first, node_rank=2)]
+    ends = [end_of(launcher) for launcher in [launcher_of(node, "") for node in nodes]]
+    assert {code for code, _ in ends} == {2} and len({text for _, text in ends}) == 1, ends
+    assert "differ in their configuration" in ends[0][1]
+
+
 def test_a_node_that_does_not_come_is_named(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.nodes.FIRST_WORD", 0.2)
     node = Node(nproc=1, nnodes=3, master_port=free_port())

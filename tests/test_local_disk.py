@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -35,6 +36,24 @@ def _save(run_dir: str, local_dir: str, stages: int) -> tuple[list[str], list[st
             save.go_on(save.work)
         world.barrier("the test")
         return _names(local_folder(local_dir, run_dir), "global_step_1"), _names(run_dir, "checkpoints")
+
+
+def _fails(run_dir: str, local_dir: str) -> tuple[list[str], list[str]]:
+    """What is left on the node's own disk and the shared one, where the latter has no room for the copy."""
+    from megarl.checkpoint import store
+
+    def no_room(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(store.SaveFailed):
+        patch.setattr(store, "copy_over", no_room)
+        _save(run_dir, local_dir, 3)
+    return _names(local_folder(local_dir, run_dir)), _names(run_dir, "checkpoints")
+
+
+def test_a_save_that_fails_leaves_nothing_on_either_disk(ranks: Ranks, tmp_path: Path) -> None:
+    run_dir, local_dir = str(tmp_path / "run"), str(tmp_path / "local")
+    assert ranks.run(2, _fails, run_dir, local_dir)[0] == ([], [])
 
 
 def _finish(run_dir: str, local_dir: str) -> None:

@@ -35,7 +35,7 @@ from megarl.checkpoint.folder import (
     whole_checkpoints,
     write_state,
 )
-from megarl.checkpoint.local_disk import copy_over, local_folder, take
+from megarl.checkpoint.local_disk import copy_over, forget, local_folder, take
 from megarl.checkpoint.manifest import (
     FORMAT,
     FileRecord,
@@ -116,7 +116,7 @@ class Snapshot:
 
     def stages(self) -> Generator[Callable[[], Any], list[Any], None]:
         """Yield this rank's work, which may raise OSError. The first rank is sent what all ranks have returned."""
-        first, local = self.parts.rank == 0, self._local
+        first, local = self.parts.rank == 0, self.local
         written: list[Written] = yield partial(self._write, local or self.partial)
         yield partial(self._describe, written) if first else _nothing
         if local is not None:
@@ -125,7 +125,8 @@ class Snapshot:
             yield partial(self._export, written) if first else _nothing
 
     @property
-    def _local(self) -> str | None:
+    def local(self) -> str | None:
+        """Name the folder on the node's own disk where its parts wait; None: they do not wait."""
         if self.local_dir is None:
             return None
         return os.path.join(local_folder(self.local_dir, self.run_dir), self.position.name)
@@ -197,7 +198,7 @@ class Save:
             SaveFailed: on every rank, if any of them could not do its work (a full disk, say); nothing is left.
         """
         snapshot, world = self._snapshot, self._world
-        with _or_give_up(snapshot.run_dir, snapshot.position, world):
+        with _or_give_up(snapshot.run_dir, snapshot.position, world, local=snapshot.local):
             results = world.gather(on_every_rank(world, done), "all parts of a checkpoint")
             self.copies_are_free = True
             try:
@@ -347,12 +348,15 @@ def _nothing() -> None:
 
 
 @contextmanager
-def _or_give_up(run_dir: str, position: Position, world: World) -> Iterator[None]:
-    """Delete the partial folder if a rank fails. Raises SaveFailed with the same line on all ranks."""
+def _or_give_up(run_dir: str, position: Position, world: World, *, local: str | None = None) -> Iterator[None]:
+    """Delete the partial folder, and what waits on each node, if a rank fails. Raises SaveFailed with the same line on
+    all ranks."""
     try:
         yield
     except RankFailed as e:
         line = None
+        if local is not None:
+            forget(local)
         if world.rank == 0:
             final = checkpoint_folder(run_dir, position)
             with suppress(OSError):

@@ -64,7 +64,12 @@ class JsonlFile:
     def read(self, fields: Any) -> tuple[str, Mapping[str, Any]]:
         source, size, at = f"{self._prefix}{fields['line']}", int(fields["size"]), int(fields["at"])
         content = self._source
-        line = content[at : at + size] if isinstance(content, bytes) else os.pread(self._descriptor, size, at)
+        try:
+            line = content[at : at + size] if isinstance(content, bytes) else os.pread(self._descriptor, size, at)
+        except OSError as e:
+            raise RowsChanged(
+                f"{source} can no longer be read: {e.strerror or e}; put the file back and start again to go on"
+            ) from e
         try:
             columns = parse(line, source, "data")
         except ValueError:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.data.row_files import check_fields
+from megarl.data.row_files import RowsChanged, check_fields
 from megarl.data.scan import FIELDS
 
 
@@ -28,6 +28,7 @@ class StoredTokens:
     """Reads int32s of a file as they are asked for: mapped, the pages of all that were drawn would stay in memory."""
 
     def __init__(self, path: str) -> None:
+        self._path = path
         self._descriptor = os.open(path, os.O_RDONLY)
         self._count = os.fstat(self._descriptor).st_size // 4
 
@@ -37,7 +38,10 @@ class StoredTokens:
 
     def __getitem__(self, part: slice) -> Any:
         start, stop, _ = part.indices(self._count)
-        raw = os.pread(self._descriptor, 4 * max(0, stop - start), 4 * start)
+        try:
+            raw = os.pread(self._descriptor, 4 * max(0, stop - start), 4 * start)
+        except OSError as e:
+            raise RowsChanged(f"'{self._path}' can no longer be read: {e.strerror or e}; start again to go on") from e
         return np.frombuffer(raw[: len(raw) // 4 * 4], "<i4")
 
 

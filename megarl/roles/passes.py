@@ -49,12 +49,13 @@ class StepPlan(Passes):
 
     Attributes:
         mini_batches: the optimizer steps; `micro_batches` are all of theirs, in order.
-        saved: tokens of prompts that are not computed again, on all ranks, and the sum of squares of their numbers.
+        saved: tokens of prompts that are not computed again, on all ranks, and the sum of squares of their numbers;
+            None: no sequences share a prompt.
     """
 
     mini_batches: list[MiniBatch]
     owners: Owners = field()
-    saved: tuple[int, int] = (0, 0)
+    saved: tuple[int, int] | None = None
 
 
 def plan_passes(
@@ -111,8 +112,8 @@ def prompts_of(batch: Batch) -> SharedPrompts:
     return SharedPrompts(numbers=numbers, tokens=tokens)
 
 
-def _saved(plan: Plan, prompts: SharedPrompts | None) -> tuple[int, int]:
+def _saved(plan: Plan, prompts: SharedPrompts | None) -> tuple[int, int] | None:
     if prompts is None:
-        return 0, 0
+        return None
     of_micro = [prompts.saved(micro) for rank in plan for mini_batch in rank for micro in mini_batch]
     return sum(tokens for tokens, _ in of_micro), sum(squares for _, squares in of_micro)

@@ -226,7 +226,7 @@ _UPDATE = (
         "{update}/expert_load_max",
         "1",
         "tokens of the expert with the most, over those of an expert of its layer on average; mean over the step's "
-        "updates",
+        "updates; a prompt that is computed once (`model.use_prefix_grouper`) counts once",
     ),
     _m("{update}/expert_load_min", "1", "the same of the expert with the fewest"),
     _m(

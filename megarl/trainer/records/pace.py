@@ -52,8 +52,9 @@ class Pace:
             self._gpu = GpuSampler(str(properties.uuid))
         self._parameters = active_parameter_count(arch) if self._peak else 0
         self._flops, self._sequences, self._tokens, self._saved = 0.0, 0, 0, 0
+        self._shares = False
 
-    def passed(self, batch: Batch, passes: float, saved: tuple[int, int] = (0, 0)) -> None:
+    def passed(self, batch: Batch, passes: float, saved: tuple[int, int] | None = None) -> None:
         """Count a batch that the actor's model computed with.
 
         Args:
@@ -61,6 +62,8 @@ class Pace:
             saved: see `StepPlan.saved`.
         """
         self._sequences += len(batch)
+        self._shares |= saved is not None
+        saved = saved or (0, 0)
         self._tokens, self._saved = self._tokens + int(batch.lengths.sum()), self._saved + saved[0]
         if self._peak:
             tokens = float(batch.lengths.sum() - saved[0])
@@ -95,7 +98,7 @@ class Pace:
         """
         metrics = {
             **self._mfu(seconds),
-            **({"perf/shared_prompt_tokens": self._saved / self._tokens} if self._saved else {}),
+            **({"perf/shared_prompt_tokens": self._saved / self._tokens} if self._shares and self._tokens else {}),
             **(_speed_metrics(speed, len(ranks)) if speed else {}),
             **_latencies([seconds for rank in ranks for seconds in rank.latencies]),
             **stragglers([rank.work for rank in ranks]),

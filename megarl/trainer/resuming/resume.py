@@ -109,7 +109,7 @@ def choose_start(inputs: Inputs, identity: Identity, world: World) -> Start:
     first = world.rank == 0
     if first:
         bring_back_replaced(trainer.run_dir)
-    if trainer.resume_mode != "disable":
+    if trainer.resume_mode == "auto":  # else the run goes on from what is named, and one before it may be meant
         finish_unfinished(trainer.run_dir, inputs.config.checkpoint.local_dir, world)
     candidates = world.broadcast(_candidates(trainer) if first else None, "the choice of a checkpoint")
     passed_over: list[Found] = []

@@ -10,6 +10,7 @@ from megarl.checkpoint.folder import LOOP, Position
 from megarl.parallel.world import World
 from megarl.phases import Phase
 from megarl.roles.trained import TrainedModel
+from megarl.rollout.speed import Speed
 from megarl.telemetry.profiler import Profiler
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.records.report import title_of
@@ -58,6 +59,7 @@ class Loops:
         self._last_whole: tuple[Position, Metrics, int, Kept] | None = None  # a step, its validation, updates so far
         self._validation: Metrics = {}  # after the step of `position`
         self._skipped = 0
+        self._unrecorded: tuple[dict[str, float], Speed | None] | None = None  # of a step that is being validated
         self._announced = False
 
     def begin(self) -> None:
@@ -143,6 +145,8 @@ class Loops:
         position, validation, updates, kept = self._last_whole
         if position.order == self.position.order and updates == self._updates():
             self.position, self._validation = position, validation
+            if self._unrecorded is not None:  # its validation has failed
+                self._records.step(position, self._before + position.step, *self._unrecorded)
             self._save_if_new(kept)
 
     @property
@@ -210,12 +214,14 @@ class Loops:
             gc.freeze()  # half a million objects, most of them of modules, at which each collection would look again
         self.is_first_step = False
         metrics, speed = self._records.collect(), self._records.speed()
-        if validate is not None and _due(self._config.trainer.test_freq, self.position.step, total, at_end=True):
-            self._validation = self._validate(validate)
-            metrics |= self._validation
         self._skipped += sum(sum(model.skipped) for model in self._trained)
         if self._trained:
             metrics["perf/skipped_updates"] = float(self._skipped)
+        self._unrecorded = metrics, speed
+        if validate is not None and _due(self._config.trainer.test_freq, self.position.step, total, at_end=True):
+            self._validation = self._validate(validate)
+            metrics |= self._validation
+        self._unrecorded = None
         self._records.step(self.position, self.row, metrics, speed)
 
     def _after_updates(self, total: int, nonfinite: NonFiniteUpdates) -> int:

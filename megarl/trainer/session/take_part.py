@@ -103,10 +103,10 @@ def take_part(
             _close_after(failure, session, ends=ends)
             raise failure from e
         except BaseException as e:
-            if isinstance(e, RowRefused):
-                _save_before(session, "lacks rows that can be used")
+            if isinstance(e, RowRefused):  # whose message says how to go on
+                _say(world, f"{_saved_before(session)} lacks rows that can be used; {_last_checkpoint(session)}")
             if isinstance(e, RewardError) and e.everywhere:
-                _save_before(session, "could not be scored")
+                _say(world, f"{_saved_before(session)} could not be scored; {_goes_on(session)}")
             _close_after(e, session, ends=ends)
             raise
     session.close(engines=not ends)
@@ -123,14 +123,15 @@ def _close_after(failure: BaseException, session: Run, *, ends: bool) -> None:
         _say(session.world, f"the run's records could not be closed: {type(e).__name__}: {e}")
 
 
-def _save_before(session: Run, problem: str) -> None:
-    """Save the steps before one with a problem, on all ranks: it has changed nothing."""
-    step = session.position.step
+def _saved_before(session: Run) -> str:
+    """Save the steps before one with a problem, on all ranks: it has changed nothing; return which one it is."""
+    position = session.position
     try:
         session.save_whole_steps()
     except Exception as e:
         _say(session.world, f"the steps before could not be saved: {type(e).__name__}: {e}")
-    _say(session.world, f"step {step} {problem}; {_goes_on(session)}")
+    validated = session.checkpoints.position == position and position.step > 0
+    return f"the validation of step {position.step}" if validated else f"step {position.step}"
 
 
 def _agree(inputs: Inputs, world: World) -> Start:
@@ -162,6 +163,11 @@ def _stop_line(session: Run, stopped_by: signal.Signals) -> str:
     if session.checkpoints.position != position:
         return f"{stopped}; no checkpoint of it (trainer.save_freq = {settings.save_freq})"
     return f"{stopped}; {_goes_on(session)}"
+
+
+def _last_checkpoint(session: Run) -> str:
+    latest = session.checkpoints.latest
+    return f"checkpoint {latest}" if latest else "there is no checkpoint to go on from"
 
 
 def _goes_on(session: Run) -> str:
