@@ -225,6 +225,22 @@ def test_the_longest_sequence_and_what_makes_it_longer(llama: str, capsys: pytes
     assert planned(*small, f"actor_rollout_ref.{offloaded}")[0] == others[offloaded]
 
 
+def test_longer_sequences_where_heads_do_not_divide(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 28 heads over four ranks each has seven, which two ranks cannot have equally many of."""
+    roles = "actor_rollout_ref"
+    size = "tensor_model_parallel_size=4"
+    keys = [f"{roles}.model.path={ROOT}/configs/models/qwen2.5_7b", f"{roles}.actor.megatron.{size}"]
+    assert main(["plan", QUICKSTART, "--gpus", "16", *keys, f"{roles}.rollout.{size}"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    over_two = "actor.megatron.context_parallel_size=2"
+    found = re.search(
+        rf"free: ([\d,]+) tokens;.* ([\d,]+) with {over_two} and actor.megatron.cp_comm_type=all_gath", out
+    )
+    assert found is not None, out
+    tokens, more = (int(text.replace(",", "")) for text in found.groups())
+    assert 1.5 * tokens < more < 2 * tokens  # copies of keys take some
+
+
 def test_a_model_that_does_not_fit(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", llama, "--gpus", "2", "--gpu-memory", "80GB"]) == 1
     assert "does not fit: generate needs " in capsys.readouterr().out

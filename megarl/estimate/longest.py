@@ -81,13 +81,17 @@ def _alternatives(job: Job) -> Iterator[tuple[str, Job]]:
         model = roles.model.model_copy(update={key: True})
         config = job.config.model_copy(update={"actor_rollout_ref": roles.model_copy(update={"model": model})})
         yield f"model.{key}=true", replace(job, config=config)
-    if job.train.dp % 2 == 0:
-        layout = replace(job.train, cp=2 * job.train.cp)
-        megatron = roles.actor.megatron.model_copy(update={"context_parallel_size": layout.cp})
+    megatron, cp = roles.actor.megatron, 2 * job.train.cp
+    kinds = [megatron.cp_comm_type, "all_gather"] if job.train.dp % 2 == 0 else []
+    for kind in kinds:
+        layout = replace(job.train, cp=cp, gathers_keys=kind == "all_gather")
         try:
             job.arch.check_training(layout, sequence_parallel=megatron.sequence_parallel)
-        except ValueError:
-            return
-        actor = roles.actor.model_copy(update={"megatron": megatron})
+        except ValueError:  # heads that do not divide, say
+            continue
+        over_more = megatron.model_copy(update={"context_parallel_size": cp, "cp_comm_type": kind})
+        actor = roles.actor.model_copy(update={"megatron": over_more})
         config = job.config.model_copy(update={"actor_rollout_ref": roles.model_copy(update={"actor": actor})})
-        yield f"actor.megatron.context_parallel_size={layout.cp}", replace(job, config=config, train=layout)
+        more = "" if kind == megatron.cp_comm_type else f" and actor.megatron.cp_comm_type={kind}"
+        yield f"actor.megatron.context_parallel_size={cp}{more}", replace(job, config=config, train=layout)
+        return

@@ -67,74 +67,46 @@ def packed_sequences(lengths: list[int], device: torch.device, own: tuple[int, i
     )
 
 
-def sequences_that_share(
-    lengths: list[int], rows: Tensor, positions: Tensor, queries: list[int], device: torch.device, own: tuple[int, int]
-) -> PackedSequences:
-    """Describe sequences of which some begin with the same tokens, which the row has once.
-
-    Args:
-        lengths: of the whole sequences.
-        rows: int64 [sum of lengths], the place in the row of each token of each sequence.
-        positions: int64 [row], the place of each token of the row in its sequence.
-        queries: tokens of each sequence that the row has for itself: all, or the last ones.
-        own: as for `packed_sequences`.
-    """
-    return _with_keys(queries, lengths, rows, positions[slice(*own)], device)
-
-
-def gathered_sequences(
-    lengths: list[int],
-    rows: Tensor,
-    positions: Tensor,
-    queries: list[int],
-    device: torch.device,
-    order: Tensor,
-    own: tuple[int, int],
-) -> PackedSequences:
-    """Describe what this rank's tokens see of sequences whose keys are gathered.
-
-    Args:
-        order: int64 [row], the tokens of the row as the ranks have them, one rank after the other.
-        own: this rank's part of that order.
-
-    The other arguments are those of `sequences_that_share`.
-    """
-    places = order[slice(*own)]
-    at, sequence = positions[places], torch.repeat_interleave(torch.tensor(queries))[places]
-    goes_on = (places.diff() == 1) & (sequence.diff() == 0)
-    begins = torch.cat((torch.zeros(1, dtype=torch.int64), (~goes_on).nonzero().flatten() + 1))
-    after = torch.cat((begins[1:], torch.tensor([len(places)])))
-    starts = torch.tensor([0, *lengths]).cumsum(0)[sequence[begins]]
-    seen_by = (at[after - 1] + 1).tolist()
-    tokens = torch.cat([rows[start : start + count] for start, count in zip(starts.tolist(), seen_by, strict=True)])
-    return _with_keys((after - begins).tolist(), seen_by, order.argsort()[tokens], at, device)
-
-
-def _with_keys(
+def queries_with_keys(
     queries: list[int], keys: list[int], rows: Tensor, positions: Tensor, device: torch.device
 ) -> PackedSequences:
-    """Describe queries, one run after another, each of which are the last tokens of its own keys.
+    """Describe runs of queries, one after another, each of which are the last tokens of its keys.
+
+    So have sequences that begin with the same tokens, which a row has once, keys in common.
 
     Args:
         queries, keys: tokens of each run.
-        rows: int64 [sum of keys], the place of each key among all that attention gets.
-        positions: int64, of the tokens that this rank has.
+        rows: int64 [sum of keys], the place of each key among all that attention gets, run after run.
+        positions: int64, the places in their sequences of the tokens that this rank has.
     """
     packed, of_keys = packed_sequences(queries, device), packed_sequences(keys, device)
-    assert of_keys.slots is not None
-    packed.cu_seqlens_kv, packed.max_seqlen_kv, packed.lengths = (
-        of_keys.cu_seqlens_kv,
-        of_keys.max_seqlen_kv,
-        of_keys.lengths,
-    )
+    cu_seqlens, longest, slots = of_keys.cu_seqlens_kv, of_keys.max_seqlen_kv, of_keys.slots
+    assert slots is not None
+    packed.cu_seqlens_kv, packed.max_seqlen_kv, packed.lengths = cu_seqlens, longest, of_keys.lengths
     packed.positions = upload(positions, device)
-    packed.shared = SharedKeys(
-        rows=upload(rows, device),
-        cu_seqlens=of_keys.cu_seqlens_kv,
-        longest=of_keys.max_seqlen_kv,
-        slots=of_keys.slots,
-    )
+    packed.shared = SharedKeys(rows=upload(rows, device), cu_seqlens=cu_seqlens, longest=longest, slots=slots)
     return packed
+
+
+def queries_of_a_rank(
+    queries: list[int], keys: list[int], rows: Tensor, positions: Tensor, own: Tensor, device: torch.device
+) -> PackedSequences:
+    """Describe the runs of queries that a context-parallel rank has, where all keys are gathered.
+
+    Args:
+        queries, keys: tokens of each sequence that the row has for it alone, and of the whole sequence.
+        rows: int64 [sum of keys], the place of each token of each sequence among all that attention gets.
+        positions: int64 [row], the place of each token of the row in its sequence.
+        own: int64, the places in the row of the tokens that this rank has, in its order.
+    """
+    at, sequence = positions[own], torch.repeat_interleave(torch.tensor(queries))[own]
+    goes_on = (own.diff() == 1) & (sequence.diff() == 0)
+    begins = torch.cat((torch.zeros(1, dtype=torch.int64), (~goes_on).nonzero().flatten() + 1))
+    after = torch.cat((begins[1:], torch.tensor([len(own)])))
+    starts = torch.tensor([0, *keys]).cumsum(0)[sequence[begins]].tolist()
+    counts = (at[after - 1] + 1).tolist()
+    seen_rows = torch.cat([rows[start : start + count] for start, count in zip(starts, counts, strict=True)])
+    return queries_with_keys((after - begins).tolist(), counts, seen_rows, at, device)
 
 
 class CausalAttention(torch.nn.Module):

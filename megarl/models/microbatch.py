@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.models.attention import PackedSequences, gathered_sequences, packed_sequences, sequences_that_share
+from megarl.models.attention import PackedSequences, packed_sequences, queries_of_a_rank, queries_with_keys
 from megarl.parallel.upload import upload
 from megarl.types import Batch
 
@@ -273,21 +273,18 @@ def _laid_out(
     count = len(prompts.kept)
     total = shard.padded(count)
     order = shard.order(total)
-    grid = _Grid(shape=(1, total), row=torch.zeros(count, dtype=torch.int64), column=order.argsort()[:count])
+    columns = torch.empty_like(order).index_copy_(0, order, torch.arange(total))
+    grid = _Grid(shape=(1, total), row=torch.zeros(count, dtype=torch.int64), column=columns[:count])
     padding = [total - count] if total > count else []
     if not prompts.shares and not shard.gathers_keys:
         return grid, packed_sequences([*lengths, *padding], device, shard.own(total))
-    filling = torch.arange(total - count)
-    whole = (
-        [*lengths, *padding],
-        torch.cat((prompts.rows, count + filling)),
-        torch.cat((positions[prompts.kept], filling)),
-        [*prompts.own, *padding],
-        device,
-    )
+    filling, own = torch.arange(total - count), slice(*shard.own(total))
+    counts = [*prompts.own, *padding], [*lengths, *padding]
+    rows = torch.cat((prompts.rows, count + filling))
+    positions = torch.cat((positions[prompts.kept], filling))
     if shard.gathers_keys:
-        return grid, gathered_sequences(*whole, order, shard.own(total))
-    return grid, sequences_that_share(*whole, shard.own(total))
+        return grid, queries_of_a_rank(*counts, columns[rows], positions, order[own], device)
+    return grid, queries_with_keys(*counts, rows, positions[own], device)
 
 
 def _check_first(is_trained: Tensor) -> None:
