@@ -51,14 +51,15 @@ def _parts(packed: bool, gathers: bool) -> tuple[dict[str, Any], dict[str, Any]]
     return made[0], made[1]
 
 
-@pytest.mark.parametrize("gathers", [False, True], ids=["a2a", "all_gather"])
-@pytest.mark.parametrize("packed", quick([True, False], 1))
+@pytest.mark.parametrize(
+    ("packed", "gathers"), quick([(True, False), (False, False), (True, True)], 1, 2), ids=["a2a", "padded", "gathered"]
+)
 def test_the_parts_of_the_ranks_are_the_micro_batch(ranks: Ranks, packed: bool, gathers: bool) -> None:
     answers = ranks.run(4, _parts, packed, gathers)
     parts, whole = [part for part, _ in answers], answers[0][1]
     assert {part["tokens"].shape for part in parts} == {parts[0]["tokens"].shape}
     tokens = torch.cat([part["tokens"] for part in parts], dim=1)
-    if packed and gathers:  # of eight parts each rank has one from the begin and one from the end
+    if gathers:  # of eight parts each rank has one from the begin and one from the end
         eighths = tokens.unflatten(1, (8, -1))
         tokens = eighths[:, [0, 2, 4, 6, 7, 5, 3, 1]].flatten(1)
     width = whole["tokens"].shape[1]
@@ -174,6 +175,18 @@ def test_a_run_and_the_rest_of_it(ranks: Ranks, tmp_path: Path) -> None:
 def test_what_does_not_divide_is_refused(arch: Architecture, layout: dict[str, int], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         arch.check_training(TrainLayout(ranks=range(8), **layout), sequence_parallel=True)
+
+
+def test_gathered_keys_split_no_heads(tmp_path: Path) -> None:
+    """They want several ranks, and packed rows."""
+    ARCH.check_training(TrainLayout(ranks=range(8), cp=8, gathers_keys=True), sequence_parallel=True)
+    config, key = str(write_run(tmp_path)), "actor_rollout_ref.actor.megatron.cp_comm_type=all_gather"
+    with pytest.raises(ValueError, match=r"actor.megatron.cp_comm_type needs context_parallel_size of 2 or more"):
+        check_layouts(load_config(config, [key]))
+    over_two = [key, "actor_rollout_ref.actor.megatron.context_parallel_size=2", "trainer.n_gpus_per_node=2"]
+    check_layouts(load_config(config, over_two))
+    with pytest.raises(ValueError, match=r"cp_comm_type = all_gather: padded sequences are not cut"):
+        check_layouts(load_config(config, [*over_two, "actor_rollout_ref.model.use_remove_padding=false"]))
 
 
 def test_losses_of_routers_want_experts_that_are_trained(tmp_path: Path) -> None:

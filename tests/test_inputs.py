@@ -294,7 +294,7 @@ def test_grouped_experts_are_refused() -> None:
     settings: dict[str, Any] = {"dtype": torch.float32, "sequence_parallel": False, "recompute": False}
     with pytest.raises(ValueError, match=r"moe_z_loss_coeff: set actor.megatron.moe_z_loss_coeff"):
         check_overrides({"moe_z_loss_coeff": 0.1}, WITH_EXPERTS, layout, **settings)
-    with pytest.raises(ValueError, match="cp_comm_type: the model and the layout decide it"):
+    with pytest.raises(ValueError, match=r"cp_comm_type: set actor.megatron.cp_comm_type"):
         check_overrides({"cp_comm_type": "p2p"}, WITH_EXPERTS, layout, **settings)
     with pytest.raises(ValueError, match="moe_grouped_gemm: the model and the layout decide it; leave it out"):
         check_overrides({"moe_grouped_gemm": True}, WITH_EXPERTS, layout, **settings)

@@ -80,7 +80,6 @@ CONTEXT_CASES = [
     Case(cp=2, config={"model": {"dtype": "float32", "enable_gradient_checkpointing": True}}),
     Case(tp=2, cp=2, sequence_parallel=True, packed=False),
     Case(cp=4, gathers=True),
-    Case(cp=2, gathers=True, packed=False),
     Case(tp=2, cp=2, gathers=True, sequence_parallel=True),
     Case(pp=2, cp=2, gathers=True, chunks=2),
     Case(tp=2, cp=3, gathers=True),
@@ -256,7 +255,6 @@ WINDOW_CASES = [
     Case(tp=4, sequence_parallel=True),
     Case(tp=2, sequence_parallel=True, config={"model": {"dtype": "float32", "enable_gradient_checkpointing": True}}),
     Case(cp=2, gathers=True),
-    Case(cp=2, gathers=True, packed=False),
 ]
 
 
@@ -304,7 +302,6 @@ SINK_CASES = [
     Case(tp=2, dp=2, etp=1, sequence_parallel=True, packed=False),
     Case(dp=2, config={"model": {"dtype": "float32", "enable_gradient_checkpointing": True}}),
     Case(cp=2, gathers=True),
-    Case(cp=2, gathers=True, packed=False),
 ]
 
 

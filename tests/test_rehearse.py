@@ -163,6 +163,19 @@ def test_every_recipe_has_a_small_run(tmp_path: Path, recipe: Path) -> None:
     assert again.model_dump() == small.config.model_dump()
 
 
+def test_ranks_that_gather_keys_want_no_heads(tmp_path: Path) -> None:
+    """Qwen2.5-7B's 28 heads over TP4: none is the same for two ranks of a sequence."""
+    recipe = ROOT / "configs" / "recipes" / "math_grpo_llama3_70b.yaml"
+    sizes = {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 1, "context_parallel_size": 2}
+    keys = [f"actor_rollout_ref.actor.megatron.{key}={size}" for key, size in sizes.items()]
+    keys += ["actor_rollout_ref.actor.megatron.cp_comm_type=all_gather", "actor_rollout_ref.model.path="]
+    keys[-1] += str(ROOT / "configs" / "models" / "qwen2.5_7b")
+    keys += ["actor_rollout_ref.rollout.tensor_model_parallel_size=4"]
+    layout = next(layouts(load_config(str(recipe), keys), None))
+    small = SmallRunMaker(layout, str(tmp_path / "small"), engine="native").make()
+    assert str(train_layout(small.config)) == "TP4 x PP1 x CP2 (gathered keys) x DP2"
+
+
 def test_stages_keep_the_layers_that_keys_give_them(tmp_path: Path) -> None:
     recipe = ROOT / "configs" / "recipes" / "math_grpo_llama3_70b.yaml"
     split = "actor_rollout_ref.actor.megatron.pipeline_model_parallel_layout=Et*18|(t*21|)*2,t*20L"

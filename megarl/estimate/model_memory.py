@@ -181,8 +181,8 @@ def _copied_keys(model: ModelJob) -> float:
     if config.model.use_prefix_grouper and generates(model.config) and config.rollout.n > 1:
         n, prompt, response = config.rollout.n, data.max_prompt_length, data.max_response_length
         keys = n * (prompt + response) / (prompt + n * response)
-    if model.layout.gathers_keys:
-        keys = max(1.0, keys) * (cp + 0.5) + cp
+    if model.layout.gathers_keys:  # backwards gradients are added up in float32, of keys and then of values
+        keys = 2 * max(1.0, keys) * (cp + 0.5) + cp
     return keys * max(layer.attention.training_keys(model.layout.tp) for layer in model.arch.kinds)
 
 

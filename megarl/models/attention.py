@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megarl.models.exchange import all_tokens_of_some_heads, of_all_tokens, some_tokens_of_all_heads
 from megarl.models.norm import HeadsNorm, RMSNorm
-from megarl.models.packed_attention import SharedKeys, packed_attention, padded_attention, seen
+from megarl.models.packed_attention import SharedKeys, packed_attention, padded_attention
 from megarl.models.parts.grouped_query import GroupedQuery
 from megarl.models.parts.rotary import Rotary
 from megarl.models.rope import apply_rope, rope_table
@@ -155,8 +155,8 @@ class CausalAttention(torch.nn.Module):
         else:
             query, key, value = all_tokens_of_some_heads((query, key, value), self.cp_group)
         if packed_seq_params is None:
-            parts = (x.transpose(0, 1) for x in (query, key, value))
-            out = padded_attention(*parts, **self.rule, mask=self._mask(query, key)).transpose(0, 1)
+            assert not self.gathers_keys, "padded sequences are not cut for gathered keys"
+            out = padded_attention(*(x.transpose(0, 1) for x in (query, key, value)), **self.rule).transpose(0, 1)
         else:
             assert packed_seq_params.slots is not None
             out = packed_attention(
@@ -170,13 +170,6 @@ class CausalAttention(torch.nn.Module):
                 **self.rule,
             )
         return (out if self.gathers_keys else some_tokens_of_all_heads(out, self.cp_group)).flatten(-2)
-
-    def _mask(self, query: Tensor, key: Tensor) -> Tensor | None:
-        """Mark which of the gathered keys padded queries see; None where causality says it."""
-        if not self.gathers_keys:
-            return None
-        first = torch.tensor([self.cp_group.rank() * len(query)], device=query.device)
-        return seen(len(query), self.rule.get("window"), query.device, keys=len(key), before=first)
 
     def rotated(self, query: Tensor, key: Tensor, packed: PackedSequences | None) -> tuple[Tensor, Tensor]:
         """Rotate queries and keys that are not rotated yet; first normalise them, where Megatron-Core has not."""

@@ -56,6 +56,8 @@ def check_overrides(
             near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
             suggestion = f"; did you mean '{near[0]}'?" if near else ""
             raise ValueError(f"{_KEY}: Megatron-Core's TransformerConfig has no '{name}'{suggestion}")
+        if name == "cp_comm_type":
+            raise ValueError(f"{_KEY}.{name}: set actor.megatron.{name}")
         if name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
             raise ValueError(
                 f"{_KEY}.{name}: set actor.megatron.{name}, which is divided by all tokens of a mini-batch"

@@ -97,7 +97,7 @@ class TrainLayout:
     def __str__(self) -> str:
         chunks = f" x {self.chunks} chunks" if self.chunks > 1 else ""
         experts = f", experts EP{self.ep} x TP{self.expert_tp}" if self.ep > 1 or self.expert_tp != self.tp else ""
-        context = f" x CP{self.cp}" if self.cp > 1 else ""
+        context = f" x CP{self.cp}{' (gathered keys)' * self.gathers_keys}" if self.cp > 1 else ""
         return f"TP{self.tp} x PP{self.pp}{chunks}{context} x DP{self.dp}{experts}"
 
     def coords(self, rank: int) -> TrainCoords:

@@ -34,7 +34,7 @@ class Splits:
 
     Attributes:
         tensor: tensor-parallel sizes, of training, of its experts and of generation.
-        context: context-parallel sizes, each with the tensor-parallel size of its layout.
+        context: context-parallel sizes that split heads, each with the tensor-parallel size of its layout.
         chunks: parts of the pipeline, at most; None: keys say how many layers each has, so all layers stay.
         sequence_parallel: whether a layout splits norms along the sequence.
         experts: parts into which the experts are dealt out, over all layouts.

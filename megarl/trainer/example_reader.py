@@ -74,6 +74,8 @@ class ExampleReader:
             results += (of_row(row) for row in rows if row % size == rank)
         except (RowRefused, RowsChanged) as e:
             problem = str(e)
+        except Exception as e:  # of a tokenizer or a template: the other ranks wait
+            problem = f"rank {rank} cannot read its rows of a step: {type(e).__name__}: {e}"
         of_ranks = self._world.all_gather((results, problem), what)
         if problem := next((problem for _, problem in of_ranks if problem), ""):
             raise RowRefused(problem)

@@ -51,6 +51,15 @@ def check_megatron(megatron: MegatronConfig) -> None:
         raise ValueError("overlap_param_gather needs use_distributed_optimizer=true and overlap_grad_reduce=true")
 
 
+def check_gathered_keys(role: str, model: ModelConfig, layout: TrainLayout) -> None:
+    """Raise ValueError if context-parallel ranks cannot attend to gathered keys."""
+    if layout.gathers_keys and not model.use_remove_padding:
+        raise ValueError(
+            f"{role}.megatron.cp_comm_type = all_gather: padded sequences are not cut so that ranks have as much to "
+            "attend; set model.use_remove_padding=true"
+        )
+
+
 def check_shared_prompts(role: str, model: ModelConfig, megatron: MegatronConfig, arch: Architecture) -> None:
     """Raise ValueError if prompts that sequences have in common cannot be computed once."""
     if not model.use_prefix_grouper:

@@ -194,6 +194,7 @@ def answering_config(
         "pipeline_model_parallel_size": 1,
         "virtual_pipeline_model_parallel_size": None,
         "context_parallel_size": 1,
+        "cp_comm_type": "a2a",
         "expert_model_parallel_size": 1,
         "expert_tensor_parallel_size": None,
         "sequence_parallel": False,

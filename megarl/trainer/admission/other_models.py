@@ -10,7 +10,13 @@ from megarl.config import Config
 from megarl.models.architecture import Architecture
 from megarl.models.weights import SCORE
 from megarl.role_kinds import CRITIC
-from megarl.trainer.layouts import check_megatron, check_router_losses, check_shared_prompts, train_layout
+from megarl.trainer.layouts import (
+    check_gathered_keys,
+    check_megatron,
+    check_router_losses,
+    check_shared_prompts,
+    train_layout,
+)
 from megarl.trainer.other_models import OtherRole, architecture_of, other_roles, own_tokenizer
 
 
@@ -57,6 +63,7 @@ def _check_layout(role: OtherRole, config: Config, policy: Architecture) -> None
     trained = role.kind.name == CRITIC.name
     check_router_losses(role.kind.name, megatron, trains_experts=trained and arch.moe is not None)
     check_shared_prompts(role.kind.name, config.actor_rollout_ref.model, megatron, arch)
+    check_gathered_keys(role.kind.name, config.actor_rollout_ref.model, layout)
     arch.check_training(layout, sequence_parallel=megatron.sequence_parallel)
     longest = config.data.max_sequence_length
     what = f"data.max_prompt_length + data.max_response_length = {longest}"

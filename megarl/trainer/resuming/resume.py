@@ -35,6 +35,7 @@ from megarl.telemetry.lines import rewrite
 from megarl.telemetry.log_file import keep_log
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.resuming.identity import Identity, differences, identity_of
+from megarl.trainer.run_folder import later_than
 from megarl.trainer.run_lock import holder_of
 from megarl.trainer.starts import read_parent, record_start
 from megarl.trainer.stopped import RunRefused
@@ -109,8 +110,11 @@ def choose_start(inputs: Inputs, identity: Identity, world: World) -> Start:
     first = world.rank == 0
     if first:
         bring_back_replaced(trainer.run_dir)
-    if trainer.resume_mode == "auto":  # else the run goes on from what is named, and one before it may be meant
+    if trainer.resume_mode != "disable":
         finish_unfinished(trainer.run_dir, inputs.config.checkpoint.local_dir, world)
+    in_the_way = _in_the_way(trainer) if first else None
+    if (later := world.broadcast(in_the_way, "later checkpoints")) is not None:
+        raise ValueError(later)
     candidates = world.broadcast(_candidates(trainer) if first else None, "the choice of a checkpoint")
     passed_over: list[Found] = []
     for candidate in candidates:
@@ -126,6 +130,16 @@ def choose_start(inputs: Inputs, identity: Identity, world: World) -> Start:
     if passed_over:
         raise _none_is_whole(trainer, passed_over)
     return Start(identity=identity)
+
+
+def _in_the_way(trainer: TrainerConfig) -> str | None:
+    """Say that a checkpoint is later than the one that is to be gone on from; it may just have been given its name."""
+    if trainer.resume_mode != "resume_path":
+        return None
+    try:
+        return later_than(trainer.run_dir, trainer.resume_from_path)
+    except ValueError as e:
+        return str(e)
 
 
 def finish_unfinished(run_dir: str, local_dir: str, world: World) -> None:

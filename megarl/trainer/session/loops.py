@@ -147,6 +147,7 @@ class Loops:
             self.position, self._validation = position, validation
             if self._unrecorded is not None:  # its validation has failed
                 self._records.step(position, self._before + position.step, *self._unrecorded)
+                self._unrecorded = None
             self._save_if_new(kept)
 
     @property
