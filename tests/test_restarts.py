@@ -178,11 +178,13 @@ def supervised(folder: Path, code: str, *, limit: int = 5, nproc: int = 2, overr
     run.mkdir(exist_ok=True)
     prelude = (
         (
-            "import json, os, signal, sys, time\n"
+            "import glob, json, os, signal, sys, time\n"
             "rank, keys = int(os.environ['RANK']), sys.argv[1:]\n"
             f"mark = os.path.join({str(folder)!r}, f'start-{{rank}}-')\n"
             "start = next(n for n in range(99) if not os.path.exists(mark + str(n)))\n"
             "open(mark + str(start), 'w').write(' '.join(keys))\n"
+            f"marks = os.path.join({str(folder)!r}, f'start-*-{{start}}')\n"  # else a rank is killed that has none yet
+            "while len(glob.glob(marks)) < int(os.environ['WORLD_SIZE']): time.sleep(0.02)\n"
             "def row(step): open({!r}, 'a').write(json.dumps({{'step': step}}) + chr(10))\n"
         )
         .replace("{!r}, 'a'", f"{str(run / 'metrics.jsonl')!r}, 'a'")

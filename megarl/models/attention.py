@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -18,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from megarl.models.exchange import all_tokens_of_some_heads, of_all_tokens, some_tokens_of_all_heads
+from megarl.models.exchange import all_tokens_of_some_heads, some_tokens_of_all_heads
 from megarl.models.norm import HeadsNorm, RMSNorm
 from megarl.models.packed_attention import SharedKeys, packed_attention, padded_attention
 from megarl.models.parts.grouped_query import GroupedQuery
@@ -146,12 +147,12 @@ class CausalAttention(torch.nn.Module):
         """Attend: query [tokens, heads, dim] packed or [length, batch, heads, dim] -> the same, heads * dim last.
 
         Context-parallel ranks have some tokens with all heads, and attend over all tokens with some heads; or with all
-        heads to gathered keys.
+        heads to gathered keys (arXiv 2407.21783, section 3.3.2).
         """
         assert attention_mask is None and attention_bias is None, "causal masks only"
         query, key = self.rotated(query, key, packed_seq_params)
         if self.gathers_keys:
-            key, value = (of_all_tokens(x, self.cp_group) for x in (key, value))
+            key, value = (gather_from_sequence_parallel_region(x, group=self.cp_group) for x in (key, value))
         else:
             query, key, value = all_tokens_of_some_heads((query, key, value), self.cp_group)
         if packed_seq_params is None:

@@ -1,8 +1,4 @@
-"""Exchanges what attention needs between context-parallel ranks.
-
-Either heads for tokens (DeepSpeed-Ulysses, arXiv 2309.14509), or the keys and values of all tokens (arXiv 2407.21783,
-section 3.3.2).
-"""
+"""Exchanges heads for tokens between context-parallel ranks, around attention (DeepSpeed-Ulysses, arXiv 2309.14509)."""
 
 from __future__ import annotations
 
@@ -39,12 +35,6 @@ def some_tokens_of_all_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return exchanged
 
 
-def of_all_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gather the tokens of all ranks, in rank order: [n, ...] -> [ranks * n, ...]; every rank of the group calls it."""
-    gathered: Tensor = _Gathered.apply(x, group)
-    return gathered
-
-
 def _at_least(x: Tensor, heads: int) -> Tensor:
     """Repeat the heads of x if there are fewer than `heads`."""
     return x if x.shape[-2] >= heads else x.repeat_interleave(heads // x.shape[-2], dim=-2)
@@ -61,24 +51,6 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return _exchanged(grads[0], ctx.group, not ctx.gather_tokens), None, None
-
-
-class _Gathered(torch.autograd.Function):
-    """Gathers, and backwards adds up what all ranks have of each rank's gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        out = x.new_empty(group.size() * len(x), *x.shape[1:])
-        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        own = grad.new_empty(len(grad) // ctx.group.size(), *grad.shape[1:])
-        dist.reduce_scatter_tensor(own, grad.contiguous(), group=ctx.group)
-        return own, None
 
 
 def _exchanged(x: Tensor, group: dist.ProcessGroup, gather_tokens: bool) -> Tensor:

@@ -171,12 +171,13 @@ class SequenceShard:
         each = length // self.cp.size()
         return self.cp.rank() * each, (self.cp.rank() + 1) * each
 
-    def order(self, length: int) -> Tensor:
-        """List the tokens of a packed row of a padded length as the ranks have them: int64 [length]."""
+    def columns(self, length: int) -> Tensor:
+        """Place the tokens of a packed row of a padded length where the ranks have them: int64 [length]."""
+        places = torch.arange(length)
         if self.cp is None or not self.gathers_keys:
-            return torch.arange(length)
-        parts = torch.arange(length).view(2 * self.cp.size(), -1)
-        return torch.stack((parts[: len(parts) // 2], parts.flip(0)[: len(parts) // 2]), dim=1).flatten()
+            return places
+        first, second = places.view(self.cp.size(), 2, -1).unbind(1)  # parts of each rank
+        return torch.cat((first, second.flip(0))).flatten()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,8 +273,7 @@ def _laid_out(
     """
     count = len(prompts.kept)
     total = shard.padded(count)
-    order = shard.order(total)
-    columns = torch.empty_like(order).index_copy_(0, order, torch.arange(total))
+    columns = shard.columns(total)
     grid = _Grid(shape=(1, total), row=torch.zeros(count, dtype=torch.int64), column=columns[:count])
     padding = [total - count] if total > count else []
     if not prompts.shares and not shard.gathers_keys:
@@ -283,7 +283,7 @@ def _laid_out(
     rows = torch.cat((prompts.rows, count + filling))
     positions = torch.cat((positions[prompts.kept], filling))
     if shard.gathers_keys:
-        return grid, queries_of_a_rank(*counts, columns[rows], positions, order[own], device)
+        return grid, queries_of_a_rank(*counts, columns[rows], positions, columns.argsort()[own], device)
     return grid, queries_with_keys(*counts, rows, positions[own], device)
 
 

@@ -36,7 +36,7 @@ class ExampleReader:
         fits = fits_of(self._examples)
         if fits is None:
             return None
-        return lambda rows: self._on_one_rank_each(rows, lambda row: fits([row])[0], "which rows are too long")
+        return lambda rows: self._on_one_rank_each(rows, fits, "which rows are too long")
 
     def batch(self, rows: Sequence[int]) -> Batch:
         """Join examples into a batch, whose tokens are with the ranks that have read them; every rank calls it.
@@ -46,11 +46,11 @@ class ExampleReader:
         """
         own: list[Example] = []
 
-        def lengths_and_label(row: int) -> tuple[list[int], float]:
-            own.append(self._examples[row])
-            return [sum(map(len, turns)) for turns in own[-1].sequences], own[-1].label
+        def lengths_and_labels(rows: Sequence[int]) -> list[tuple[list[int], float]]:
+            own.extend(self._examples[row] for row in rows)
+            return [([sum(map(len, turns)) for turns in example.sequences], example.label) for example in own]
 
-        table = self._on_one_rank_each(rows, lengths_and_label, "examples that other ranks read")
+        table = self._on_one_rank_each(rows, lengths_and_labels, "examples that other ranks read")
         lengths = torch.tensor([lengths for lengths, _ in table], dtype=torch.int64)  # [examples, sequences of each]
         each = lengths.shape[1]
         readers = torch.tensor(list(rows), dtype=torch.int64) % self._world.size
@@ -65,13 +65,13 @@ class ExampleReader:
             ),
         )
 
-    def _on_one_rank_each(self, rows: Sequence[int], of_row: Callable[[int], T], what: str) -> list[T]:
-        """Call a function for each row on one rank, always the same; returns the results of all rows, on every rank."""
+    def _on_one_rank_each(self, rows: Sequence[int], read: Callable[[list[int]], Sequence[T]], what: str) -> list[T]:
+        """Read each row on one rank, always the same; returns what is read of all rows, on every rank."""
         rank, size = self._world.rank, self._world.size
-        results: list[T] = []
+        results: Sequence[T] = []
         problem = ""
         try:
-            results += (of_row(row) for row in rows if row % size == rank)
+            results = read([row for row in rows if row % size == rank])
         except (RowRefused, RowsChanged) as e:
             problem = str(e)
         except Exception as e:  # of a tokenizer or a template: the other ranks wait

@@ -33,14 +33,16 @@ def check_run_folder(trainer: TrainerConfig, resume_from: str | None, *, room: i
                 f"trainer.resume_mode=auto to go on with that run, or another trainer.default_local_dir or "
                 f"trainer.experiment_name"
             )
-    named = trainer.resume_mode == "resume_path" and resume_from is not None
-    if named and (later := later_than(run_dir, str(resume_from))) is not None:
+    if (later := later_than(trainer, resume_from)) is not None:
         raise ValueError(later)
 
 
-def later_than(run_dir: str, resume_from: str) -> str | None:
-    """Say that a run's folder holds checkpoints later than the one that a run is to go on from; None if none is."""
-    start = position_of(read_state(resume_from))
+def later_than(trainer: TrainerConfig, resume_from: str | None) -> str | None:
+    """Say that the run's folder holds checkpoints later than the one that `trainer.resume_from_path` names; None if
+    none is."""
+    if trainer.resume_mode != "resume_path" or resume_from is None:
+        return None
+    run_dir, start = trainer.run_dir, position_of(read_state(resume_from))
     for later in checkpoints(run_dir):
         if later.position > start:
             return (

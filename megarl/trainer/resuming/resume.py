@@ -112,10 +112,10 @@ def choose_start(inputs: Inputs, identity: Identity, world: World) -> Start:
         bring_back_replaced(trainer.run_dir)
     if trainer.resume_mode != "disable":
         finish_unfinished(trainer.run_dir, inputs.config.checkpoint.local_dir, world)
-    in_the_way = _in_the_way(trainer) if first else None
-    if (later := world.broadcast(in_the_way, "later checkpoints")) is not None:
+    choice = (_candidates(trainer), later_than(trainer, trainer.resume_from_path)) if first else None
+    candidates, later = world.broadcast(choice, "the choice of a checkpoint")
+    if later is not None:  # one that has just been named is in the way as much as others
         raise ValueError(later)
-    candidates = world.broadcast(_candidates(trainer) if first else None, "the choice of a checkpoint")
     passed_over: list[Found] = []
     for candidate in candidates:
         check_seen(candidate.folder, world)
@@ -130,16 +130,6 @@ def choose_start(inputs: Inputs, identity: Identity, world: World) -> Start:
     if passed_over:
         raise _none_is_whole(trainer, passed_over)
     return Start(identity=identity)
-
-
-def _in_the_way(trainer: TrainerConfig) -> str | None:
-    """Say that a checkpoint is later than the one that is to be gone on from; it may just have been given its name."""
-    if trainer.resume_mode != "resume_path":
-        return None
-    try:
-        return later_than(trainer.run_dir, trainer.resume_from_path)
-    except ValueError as e:
-        return str(e)
 
 
 def finish_unfinished(run_dir: str, local_dir: str, world: World) -> None:

@@ -171,6 +171,7 @@ def _last_checkpoint(session: Run) -> str:
 
 
 def _goes_on(session: Run) -> str:
-    latest = session.checkpoints.latest
+    if session.checkpoints.latest is None:
+        return _last_checkpoint(session)
     again = "the same command" if session.config.trainer.resume_mode == "auto" else "trainer.resume_mode=auto"
-    return f"checkpoint {latest}; {again} goes on from it" if latest else "there is no checkpoint to go on from"
+    return f"{_last_checkpoint(session)}; {again} goes on from it"
