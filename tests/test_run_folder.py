@@ -275,14 +275,14 @@ import contextlib, os, shutil, subprocess, zlib
 def score(response, row):
     run, how = {run!r}, {how!r}
     rows = os.path.join(run, "metrics.jsonl")
-    if os.path.isfile(rows) and open(rows).read().count("\\n") == 2:
-        if how == "moved":  # by this rank's worker or the other's
-            with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError):  # the other rank's worker was here first
+        if open(rows).read().count("\\n") == 2:
+            if how == "moved":
                 os.rename(run, run + ".moved")
-        if how == "deleted":
-            shutil.rmtree(run, ignore_errors=True)
-        if how == "unmounted":
-            subprocess.run(["umount", "-l", run], stderr=subprocess.DEVNULL)
+            if how == "deleted":
+                shutil.rmtree(run, ignore_errors=True)
+            if how == "unmounted":
+                subprocess.run(["umount", "-l", run], stderr=subprocess.DEVNULL)
     return zlib.crc32(response.encode()) / 2**32
 """
 

@@ -154,7 +154,7 @@ def transformer_fields(
     if len(set(map(len, chunks))) > 1:
         fields |= dict(pipeline_model_parallel_layout=_uneven_stages(chunks))
     fields |= _layer_fields(arch)
-    fields |= _activation(fields.get("activation_func", "silu"), on_gpu)
+    fields |= _activation(fields.get("activation_func", "silu"), on_gpu, transformer_engine and arch.moe is None)
     if recompute is True:
         fields |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     elif recompute:
@@ -174,9 +174,14 @@ def _layer_fields(arch: Architecture) -> dict[str, Any]:
     return fields
 
 
-def _activation(name: str, on_gpu: bool) -> dict[str, Any]:
-    fused = on_gpu and name == "silu"  # compiled: on CPUs that takes longer than it saves
-    return dict(activation_func=ACTIVATIONS[name], bias_activation_fusion=fused)
+def _activation(name: str, on_gpu: bool, transformer_engine: bool) -> dict[str, Any]:
+    """Choose who fuses SwiGLU: Transformer Engine, or torch.compile, which on CPUs takes longer than it saves."""
+    fused = on_gpu and name == "silu"
+    return dict(
+        activation_func=ACTIVATIONS[name],
+        use_te_activation_func=fused and transformer_engine,
+        bias_activation_fusion=fused and not transformer_engine,
+    )
 
 
 def _uneven_stages(chunks: Sequence[range]) -> list[list[str]]:

@@ -102,7 +102,9 @@ def transformer_engine_layers(arch: Architecture, *, own_attention: bool = False
 
     modules = {}
     for kind in arch.kinds:
-        module = get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=True, **_spec_arguments(kind))
+        module = get_gpt_layer_with_transformer_engine_spec(
+            moe_grouped_gemm=True, use_te_activation_func=True, **_spec_arguments(kind)
+        )
         if own_attention:
             assert isinstance(kind.attention, GroupedQuery), "no other attention is Transformer Engine's"
             _submodules(module.submodules.self_attention).core_attention = core_attention(kind.attention)
