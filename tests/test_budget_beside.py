@@ -312,7 +312,7 @@ def test_the_time_of_a_step() -> None:
     assert {phase: seconds[phase] for phase in plain} == plain
     scalar = LLAMA_3_8B.with_scalar_output()
     assert active_parameter_count(scalar) == parameter_count(LLAMA_3_8B) - 2 * EMBEDDING + 4096
-    forward = 512 * forward_flops(scalar, 4096) / (8 * 0.4 * 989e12)
+    forward = 512 * forward_flops(scalar, 4096) / (8 * H200.mfu * 989e12)
     output = 2 * 4096 * 2 * 4096  # final norm and score
     stages = with_output(4, forward_flops(scalar, 4096) - output, output)
     assert seconds[Phase.VALUES] == pytest.approx(forward * slowed(stages, 64))
@@ -322,7 +322,7 @@ def test_the_time_of_a_step() -> None:
     output = 2 * 4096 * 2 * 1536
     stages = with_output(2, flops / 512 - output, output)
     # all 512 sequences in micro-batches of four, on four data-parallel ranks of two stages
-    assert seconds[Phase.REWARD] == pytest.approx(flops / (8 * 0.4 * 989e12) * slowed(stages, 32))
+    assert seconds[Phase.REWARD] == pytest.approx(flops / (8 * H200.mfu * 989e12) * slowed(stages, 32))
 
 
 def test_pipelines_that_wait() -> None:

@@ -56,7 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peer-rate", type=bytes_of, help="bytes/s from a GPU of the same node, such as 374GB")
     parser.add_argument("--network-rate", type=bytes_of, help="bytes/s per GPU from another node, such as 50GB")
     parser.add_argument("--tflops", type=positive, help="peak of dense matrix products in the model's dtype")
-    parser.add_argument("--mfu", type=positive, help=f"share of that peak which training reaches; default {H200.mfu}")
+    reached = f"share of that peak which training reaches; default {H200.mfu}, of mixtures {H200.mixture_mfu}"
+    parser.add_argument("--mfu", type=positive, help=reached)
     parser.add_argument("--prompt-tokens", type=positive, help="mean; default data.max_prompt_length")
     parser.add_argument("--response-tokens", type=positive, help="mean; default data.max_response_length")
 
@@ -153,6 +154,7 @@ def _accelerator(args: argparse.Namespace, dtype: str) -> Accelerator:
         "peer_rate": args.peer_rate,
         "network_rate": args.network_rate,
         "mfu": args.mfu,
+        "mixture_mfu": args.mfu,
         "flops": {dtype: args.tflops * 1e12} if args.tflops else None,
     }
     values = {name: value for name, value in options.items() if value is not None}
@@ -239,14 +241,15 @@ def _assumptions(job: Job, accelerator: Accelerator, lengths: Lengths) -> str:
     flops = accelerator.flops[job.config.actor_rollout_ref.model.dtype]
     assumed = (
         f"Assumed: {lengths.prompt:g} + {lengths.response:g} tokens per sequence; {flops / 1e12:g} TFLOP/s, MFU "
-        f"{accelerator.mfu:g} without bubbles"
+        f"{accelerator.mixture_mfu if job.arch.moe else accelerator.mfu:g} without bubbles"
     )
     if not job.generates:
         return f"{assumed}."
     return (
-        f"{assumed}; {accelerator.memory_rate / 1e9:,.0f} GB/s memory, and "
-        f"{1e6 * accelerator.token:g} us of an engine per token; {accelerator.peer_rate / 1e9:.4g} GB/s from the "
-        f"node's GPUs, {accelerator.network_rate / 1e9:.4g} GB/s from other nodes. reshard is a lower bound."
+        f"{assumed}; {accelerator.memory_rate / 1e9:,.0f} GB/s memory; {1e6 * accelerator.layer:g} us more for each "
+        f"layer of a decode step, and {1e6 * job.engine.seconds_per_token:g} us for each of its tokens; "
+        f"{accelerator.peer_rate / 1e9:.4g} GB/s from the node's GPUs, {accelerator.network_rate / 1e9:.4g} GB/s from "
+        f"other nodes. reshard is a lower bound."
     )
 
 

@@ -135,16 +135,19 @@ def _busy_seconds(job: Job, model: ModelJob, accelerator: Accelerator, lengths: 
     if job.generates and job.config.actor_rollout_ref.model.use_prefix_grouper:
         again = job.sequences * (1 - 1 / job.config.actor_rollout_ref.rollout.n)
         flops -= again * forward_flops(model.arch, lengths.prompt)
-    return flops / (model.layout.size * _flops(job, accelerator))
+    return flops / (model.layout.size * _flops(job, model.arch, accelerator))
 
 
 def generation_seconds(job: Job, accelerator: Accelerator, lengths: Lengths, cache: CacheRoom) -> float:
-    """Predict generation: the prompts' FLOPs; then every decode step reads from memory the weights it needs and the
-    running sequences' keys and values, half of the response being there on average, reads and writes their states, and
-    schedules and samples for each of them. inf if no sequence fits."""
+    """Predict generation: the prompts' FLOPs, then decode steps. inf if no sequence fits.
+
+    A step reads from memory the weights it needs while it multiplies by them, whichever takes longer, and the running
+    sequences' keys and values, half of the response being there on average; it reads and writes their states.
+    """
     rollout, prompts = job.config.actor_rollout_ref.rollout, job.config.data.train_batch_size
     per_replica = math.ceil(prompts / job.generation.replicas)
-    prefill = per_replica * forward_flops(job.arch, lengths.prompt) / (job.generation.tp * _flops(job, accelerator))
+    flops = job.generation.tp * _flops(job, job.arch, accelerator)
+    prefill = per_replica * forward_flops(job.arch, lengths.prompt) / flops
     sequences = per_replica * rollout.n
     context = lengths.prompt + lengths.response / 2
     together = min(rollout.max_num_seqs, sequences, int(cache.tokens / context))
@@ -152,8 +155,11 @@ def generation_seconds(job: Job, accelerator: Accelerator, lengths: Lengths, cac
         return math.inf
     steps = math.ceil(sequences / together) * lengths.response
     states = 2 * state_bytes(job.arch, tp=job.generation.tp, max_num_seqs=0)
-    read = _engine_bytes_read(job, together) + together * (context * job.kv_bytes_per_token + states)
-    return prefill + steps * (read / accelerator.memory_rate + together * accelerator.token)
+    weights = _engine_bytes_read(job, together) / accelerator.memory_rate
+    matrices = together * 2 * active_parameter_count(job.arch) / flops
+    caches = together * (context * job.kv_bytes_per_token + states) / accelerator.memory_rate
+    launches = job.arch.num_layers * accelerator.layer
+    return prefill + steps * (max(weights, matrices) + caches + launches + together * job.engine.seconds_per_token)
 
 
 def _engine_bytes_read(job: Job, sequences: int) -> float:
@@ -166,8 +172,9 @@ def _engine_bytes_read(job: Job, sequences: int) -> float:
     return weights * (1 - idle * expert_elements(job.arch) / parameter_count(job.arch))
 
 
-def _flops(job: Job, accelerator: Accelerator) -> float:
-    return accelerator.mfu * accelerator.flops[job.config.actor_rollout_ref.model.dtype]
+def _flops(job: Job, arch: Architecture, accelerator: Accelerator) -> float:
+    reached = accelerator.mixture_mfu if arch.moe else accelerator.mfu
+    return reached * accelerator.flops[job.config.actor_rollout_ref.model.dtype]
 
 
 def step_seconds(

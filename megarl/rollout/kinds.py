@@ -30,6 +30,7 @@ class EngineKind:
         vocab_multiple: the rows of its embedding are padded to a multiple of this; None: of the tensor-parallel size.
         fixed_cache: whether it takes the whole KV cache that `gpu_memory_utilization` allows, or fails; else it lives
             with what is left.
+        seconds_per_token: that its host adds to each token of a decode step.
         records_routing: whether it can record the experts that tokens go to; it is then made with the further argument
             `records_routing`, if `rollout.enable_rollout_routing_replay` is set.
     """
@@ -40,6 +41,7 @@ class EngineKind:
     block_size: int = BLOCK_SIZE
     vocab_multiple: int | None = None
     fixed_cache: bool = False
+    seconds_per_token: float = 0.0
     records_routing: bool = False
 
     def check(self, rollout: RolloutConfig, arch: Architecture, *, trains: bool) -> None:
