@@ -99,7 +99,18 @@ _YARN = CONFIGS["deepseek_v3_yarn"]["rope_scaling"]
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("llama", {"rope_scaling": {"rope_type": "yarn"}}, "llama: rope type 'yarn' is not supported (only 'default'"),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "dynamic"}},
+            "llama: rope type 'dynamic' is not supported (only 'defa",
+        ),
+        ("llama", {"rope_scaling": {"rope_type": "yarn"}}, "field 'factor' is missing"),
+        ("qwen2_yarn", {"rope_theta": 1}, "rope_theta = 1.0 must be above 1 with YaRN"),
+        (
+            "qwen2_yarn",
+            {"rope_scaling": _YARN},
+            "mscale and mscale_all_dim of rope type 'yarn' are not supported",
+        ),
         ("llama", {"hidden_act": "gelu"}, "llama: hidden_act = 'gelu' is not supported (only 'silu')"),
         ("llama", {"partial_rotary_factor": 0.5}, "llama: partial_rotary_factor = 0.5 is not supported (only 1.0)"),
         ("mistral", {"sliding_window": 64}, "mistral: sliding_window = 64 is less than max_position_embeddings = 128"),
@@ -267,6 +278,9 @@ def test_layers_that_only_torch_has() -> None:
     names = {name for name, arch in ARCHITECTURES.items() if arch.needs_torch_layers}
     linear = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
     assert names == {"gemma3_text", "gpt_oss", "deepseek_v3", "deepseek_v3_yarn", "olmo2"} | linear
+    assert [name for name, arch in ARCHITECTURES.items() if not arch.fused_attention and name not in names] == [
+        "qwen2_yarn"
+    ]
 
 
 def test_experts_with_biases_are_whole_on_a_rank() -> None:

@@ -39,9 +39,10 @@ def test_megatron_lms_own_weights(ranks: Ranks, tmp_path: Path, name: str) -> No
     torch.testing.assert_close(logits[:, : theirs.logits.shape[-1]], theirs.logits[0], rtol=0, atol=1e-4)
 
 
-def test_layers_that_megatron_lm_has_not_are_refused(tmp_path: Path) -> None:
-    arch = read_architecture(str(write_folder(tmp_path / "model", "gemma3_text")))
-    with pytest.raises(ValueError, match="is Megatron-LM's, and of gemma3_text those are not read: take the weights"):
+@pytest.mark.parametrize(("name", "family"), [("gemma3_text", "gemma3_text"), ("qwen2_yarn", "qwen2")])
+def test_layers_that_megatron_lm_has_not_are_refused(tmp_path: Path, name: str, family: str) -> None:
+    arch = read_architecture(str(write_folder(tmp_path / "model", name)))
+    with pytest.raises(ValueError, match=f"is Megatron-LM's, and of {family} those are not read: take the weights"):
         check_arguments(str(tmp_path), arch)
 
 

@@ -50,7 +50,11 @@ VOCAB = 150
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "rope_theta": 500_000.0},
-    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
+    "qwen2": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "tie_word_embeddings": True,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    },
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True, "num_attention_heads": 2},
     "gemma3_text": {
         "architectures": ["Gemma3ForCausalLM"],

@@ -137,6 +137,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         sliding_window=16,
         max_window_layers=1,
     ),
+    "qwen2_yarn": _config(
+        "Qwen2ForCausalLM",
+        "qwen2",
+        rope_theta=100.0,
+        rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 4},
+    ),
     "qwen3": _config("Qwen3ForCausalLM", "qwen3", head_dim=16),
     "mixtral": _config("MixtralForCausalLM", "mixtral", num_local_experts=4, num_experts_per_tok=2),
     "qwen3_moe": _qwen3_moe(norm_topk_prob=True, mlp_only_layers=[], decoder_sparse_step=1),

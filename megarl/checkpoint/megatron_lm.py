@@ -90,7 +90,7 @@ def check_arguments(folder: str, arch: Architecture) -> str | None:
     Raises:
         ValueError: names the first that differs, or the attention's kind, of which no such checkpoint was read yet.
     """
-    if arch.needs_torch_layers:
+    if arch.needs_torch_layers or not arch.fused_attention:
         raise ValueError(
             f"'{folder}' is Megatron-LM's, and of {arch.family} those are not read: take the weights from its "
             "Hugging Face folder"

@@ -148,6 +148,11 @@ class Architecture:
         )
 
     @property
+    def fused_attention(self) -> bool:
+        """Say whether Transformer Engine's attention computes that of all layers, and Megatron-LM's models have it."""
+        return all(layer.attention.fused_attention for layer in self.kinds)
+
+    @property
     def recurrent(self) -> bool:
         """Say whether layers keep a state of a sequence, from which only that very sequence can go on."""
         return any(layer.attention.state_shapes(1) for layer in self.kinds)

@@ -84,7 +84,7 @@ class MegatronModel:
         self.batching, self.balance, self.shares_prompts = batching, balance, model.use_prefix_grouper
         self.head = self.make_head()
         fused = megatron.transformer_engine == "auto" and transformer_engine_available() and not arch.needs_torch_layers
-        own_attention = groups.layout.cp > 1 or self.shares_prompts
+        own_attention = groups.layout.cp > 1 or self.shares_prompts or not arch.fused_attention
         self.layers = transformer_engine_layers(arch, own_attention=own_attention) if fused else torch_layers(arch)
         self.transformer_config = transformer_config(
             arch,

@@ -11,7 +11,6 @@ from megarl.models.families import llama
 from megarl.models.families.fields import FULL, SLIDING, alternating, check_only, window_of
 from megarl.models.parts.experts import MixtureOfExperts
 from megarl.models.parts.grouped_query import GroupedQuery
-from megarl.models.parts.rotary import Yarn
 from megarl.models.parts.stacked_experts import StackedExperts
 
 _DEFAULTS: dict[str, Any] = {
@@ -51,7 +50,7 @@ def _layer(config: dict[str, Any], kind: str) -> Layer:
         output_bias=True,
         sinks=True,
         sliding_window=window if kind == SLIDING else None,
-        **llama.rope(config, "gpt_oss", {"default": lambda rope: None, "yarn": _yarn}),
+        **llama.rope(config, "gpt_oss", {"default": lambda rope: None, "yarn": llama.yarn}),
     )
     moe = MixtureOfExperts(
         num_experts=config.get("num_local_experts") or config["num_experts"],
@@ -62,10 +61,3 @@ def _layer(config: dict[str, Any], kind: str) -> Layer:
     )
     experts = StackedExperts(ffn_hidden_size=config["intermediate_size"], moe=moe, limit=config["swiglu_limit"])
     return Layer(attention=attention, mlp=experts)
-
-
-def _yarn(rope: dict[str, Any]) -> Yarn:
-    if rope.get("mscale") or rope.get("mscale_all_dim"):
-        raise ValueError("gpt_oss: mscale and mscale_all_dim of rope type 'yarn' are not supported")
-    names = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate", "attention_factor")
-    return Yarn(**{name: rope[name] for name in names if name in names[:2] or rope.get(name) is not None})

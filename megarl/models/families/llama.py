@@ -8,7 +8,7 @@ from typing import Any
 from megarl.models.architecture import Architecture, Layer
 from megarl.models.families.fields import check_only
 from megarl.models.parts.grouped_query import GroupedQuery
-from megarl.models.parts.rotary import RopeScaling
+from megarl.models.parts.rotary import RopeScaling, Yarn
 from megarl.models.parts.swiglu import SwiGLU
 
 Scaling = Callable[[dict[str, Any]], Any]
@@ -20,6 +20,18 @@ SCALINGS: dict[str, Scaling] = {
     "linear": lambda rope: RopeScaling(factor=rope["factor"]),
     "llama3": lambda rope: RopeScaling(**{name: rope[name] for name in _OF_LLAMA3}),
 }
+"""Rope types that change the frequencies alone."""
+
+
+def yarn(rope: dict[str, Any]) -> Yarn:
+    """Read YaRN's fields, as Qwen's and gpt-oss' models have them."""
+    if rope.get("mscale") or rope.get("mscale_all_dim"):
+        raise ValueError("mscale and mscale_all_dim of rope type 'yarn' are not supported")
+    names = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate", "attention_factor")
+    return Yarn(**{name: rope[name] for name in names if name in names[:2] or rope.get(name) is not None})
+
+
+WITH_YARN = SCALINGS | {"yarn": yarn}
 """Rope types of Llama-like families."""
 
 
@@ -57,7 +69,7 @@ def layer(config: dict[str, Any], family: str, *, partial_rotary: bool = False) 
         num_attention_heads=heads,
         num_key_value_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        **rope(config, family),
+        **rope(config, family, WITH_YARN),
     )
     if attention.partial_rotary_factor != 1.0 and not partial_rotary:
         raise ValueError(

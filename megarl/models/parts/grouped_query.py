@@ -61,6 +61,8 @@ class GroupedQuery(AttentionPart):
             check_counts(self, "sliding_window")
         if self.softmax_scale is not None:
             check_numbers(self, "softmax_scale", positive=True)
+        if isinstance(self.rope_scaling, Yarn) and self.rope_theta <= 1:
+            raise ValueError(f"rope_theta = {self.rope_theta} must be above 1 with YaRN")
         assert self.qk_norm or not self.norm_over_heads
         assert not (self.norm_over_heads and self.zero_centered_norms), "a norm that no family has"
         if self.num_attention_heads % self.num_key_value_heads:
@@ -83,6 +85,11 @@ class GroupedQuery(AttentionPart):
     def transformer_engine(self) -> bool:
         torch_only = self.sinks or self.output_gate or self.norm_over_heads
         return self.sliding_window is None and not torch_only
+
+    @property
+    def fused_attention(self) -> bool:
+        """Leave out YaRN, which multiplies queries and keys as it rotates them."""
+        return self.transformer_engine and not isinstance(self.rope_scaling, Yarn)
 
     @property
     def queries_per_group(self) -> int:

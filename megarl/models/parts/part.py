@@ -87,6 +87,11 @@ class AttentionPart(Part, Protocol):
     @property
     def transformer_engine(self) -> bool: ...
 
+    @property
+    def fused_attention(self) -> bool:
+        """Say whether Transformer Engine's own rotary embedding and attention compute it in those layers."""
+        return self.transformer_engine
+
     def cache_shape(self, tp: int) -> tuple[int, int, int]:
         """Give the shape of a token in the KV cache of a rank: tensors (keys and values: 2), heads, width of a head."""
         ...
