@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, Generic, TypeVar, cast
 
+from megarl.own_code import torch_as_before
+
 T = TypeVar("T")
 
 
@@ -127,7 +129,8 @@ def _import_file(path: str) -> ModuleType:
         try:
             import_ = _importer(os.fsdecode(place))
             vars(module)["__builtins__"] = {**vars(builtins), "__import__": import_}
-            exec(compile(source, path, "exec"), vars(module))
+            with torch_as_before():
+                exec(compile(source, path, "exec"), vars(module))
         except BaseException:
             del sys.modules[name]
             raise

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from megarl.algorithms.group_scores import over_parts
 from megarl.algorithms.kl import kl_estimate
 from megarl.algorithms.registry import ESTIMATORS
 from megarl.config.algorithm import AlgorithmConfig
+from megarl.own_code import torch_as_before
 from megarl.types import Batch
 
 
@@ -34,13 +37,27 @@ def compute_advantages(batch: Batch, config: AlgorithmConfig, kl_coef: float) ->
     estimator, scored = ESTIMATORS.load(config.adv_estimator), batch.with_(rewards=scores)
 
     def estimate(scored: Batch) -> Batch:
-        estimated: Tensor | Batch = estimator(scored, config)
-        return estimated if isinstance(estimated, Batch) else scored.with_(advantages=estimated)
+        with torch_as_before():
+            estimated: Tensor | Batch = estimator(scored, config)
+        whole = estimated if isinstance(estimated, Batch) else scored
+        advantages = estimated.advantages if isinstance(estimated, Batch) else estimated
+        return whole.with_(advantages=_checked(advantages, scored, config.adv_estimator))
 
     result = estimate(scored) if about_of(estimator).sharded else scored.changed_as_a_whole(estimate)
-    assert result.advantages is not None, "an estimator that returns a batch fills its advantages"
+    assert result.advantages is not None
     advantages = torch.where(batch.response_mask, result.advantages, 0.0)
     return result.with_(rewards=batch.rewards, advantages=advantages)
+
+
+def _checked(advantages: Any, batch: Batch, name: str) -> Tensor:
+    """Return advantages as float32 [T]; raises ValueError, naming the estimator, where they are none."""
+    if isinstance(advantages, Tensor) and advantages.shape == batch.tokens.shape:
+        return advantages.detach().float()
+    form = f"a tensor {list(advantages.shape)}" if isinstance(advantages, Tensor) else type(advantages).__name__
+    raise ValueError(
+        f"algorithm.adv_estimator = {name} must return a tensor [{len(batch.tokens)}], an advantage for each token of "
+        f"the batch it is given, or that batch with such advantages; it returned {form}"
+    )
 
 
 def with_token_rewards(batch: Batch) -> Batch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -161,6 +161,17 @@ def _prepares(loss: Loss) -> bool:
     return any(map(_prepares, loss.parts)) if isinstance(loss, Sum) else hasattr(loss, "prepare")
 
 
+def _checked(out: Any, loss: Loss) -> LossOutput:
+    """Raise ValueError, naming the loss, unless it returned what it has to."""
+    right = isinstance(out, LossOutput) and isinstance(out.loss, Tensor) and out.loss.ndim == 0
+    if not right or any(not isinstance(metric, Metric) for metric in out.metrics.values()):
+        name = getattr(loss, "__qualname__", type(loss).__qualname__)
+        raise ValueError(
+            f"the loss {name} must return a LossOutput of a scalar tensor and of Metrics, not {out!r:.200}"
+        )
+    return cast(LossOutput, out)
+
+
 class Sum:
     """Adds up several losses; of metrics with the same name it reports those of the last loss."""
 
@@ -176,7 +187,7 @@ class Sum:
         return batch
 
     def __call__(self, x: LossInput) -> LossOutput:
-        outputs = [part(x) for part in self.parts]
+        outputs = [_checked(part(x), part) for part in self.parts]
         metrics: dict[str, Metric] = {}
         for out in outputs:
             metrics |= out.metrics

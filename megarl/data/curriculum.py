@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from megarl.data.row_files import RowRefused
 from megarl.registry import Registry
 
 Order = Callable[[int, Any], Any]
@@ -39,10 +40,10 @@ def as_asked(name: str, rows: Sequence[Mapping[str, Any]]) -> Order:
             given = np.asarray(function(epoch, rows))
         except Exception as e:  # a user's function fails as it likes
             reason = " ".join(f"{type(e).__name__}: {e}".split())[:200]
-            raise ValueError(f"data.curriculum = {name} failed for epoch {epoch}: {reason}") from e
+            raise RowRefused(f"data.curriculum = {name} failed for epoch {epoch}: {reason}") from e
         integers = given.ndim == 1 and np.issubdtype(given.dtype, np.integer)
         if not integers or not np.array_equal(np.sort(given), np.arange(len(rows))):
-            raise ValueError(
+            raise RowRefused(
                 f"data.curriculum = {name} must give every position from 0 to {len(rows) - 1} once for epoch {epoch}"
             )
         return given

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -134,7 +135,7 @@ class WithEnvironments:
     def _reset(self, episode: _OpenEpisode) -> str | Sequence[int] | None:
         """Make and reset an environment, in a thread. Record it first: it is closed even if `reset` fails."""
         episode.environment = self._make()
-        return episode.environment.reset(episode.rollout.prompt.row)
+        return episode.environment.reset(deepcopy(episode.rollout.prompt.row))
 
     def _answered(self, place: int, what: str, answer: Answer) -> None:
         episode = self._open[place]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Hashable, Sequence
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.reward import RewardConfig
+from megarl.own_code import torch_as_before
 from megarl.rewards.call import Caller
 from megarl.rewards.parts import Part, combined
 from megarl.rewards.results import (
@@ -74,13 +76,14 @@ class InRank:
 
     def _call(self, batch: Sequence[_Submitted]) -> tuple[list[CallResult], float]:
         start, timeout = time.monotonic(), self._settings.timeout
-        responses, rows = [response for _, response, _ in batch], [prompt.row for _, _, prompt in batch]
+        responses, rows = [response for _, response, _ in batch], [deepcopy(prompt.row) for _, _, prompt in batch]
         try:
-            if self._part.kind == "batch":
-                results = call_within(timeout, lambda: self._caller.many(responses, rows))
-            else:
-                value = call_within(timeout, lambda: self._one(responses[0], rows[0]))
-                results = [result_of_value(value)]
+            with torch_as_before():
+                if self._part.kind == "batch":
+                    results = call_within(timeout, lambda: self._caller.many(responses, rows))
+                else:
+                    value = call_within(timeout, lambda: self._one(responses[0], rows[0]))
+                    results = [result_of_value(value)]
         except DeadlinePassed as e:
             results = [too_late(timeout, frames_of(e.__traceback__, FRAMEWORK))] * len(batch)
         except _USERS as e:

@@ -277,7 +277,7 @@ class TrainedModel(MegatronModel):
 
     def _reduce(self, outputs: Sequence[LossOutput]) -> dict[str, Metric]:
         """Reduce metrics over all micro-batches of all data-parallel ranks."""
-        outs = [{"loss": Metric(value=out.loss.detach()), **out.metrics} for out in outputs]
+        outs = [{**out.metrics, "loss": Metric(value=out.loss.detach())} for out in outputs]
         kinds: dict[str, Reduce] = {name: metric.reduce for metrics in outs for name, metric in metrics.items()}
         total: dict[str, Metric] = {}
         for of_rank in self.groups.world.all_gather(_over_chunks(outs, kinds), "the metrics of an update"):

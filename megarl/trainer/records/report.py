@@ -15,6 +15,7 @@ from megarl.config.load import CONFIG_FILE
 from megarl.data.pieces import Pieces
 from megarl.evaluation.records import Record, write_records
 from megarl.flow_kinds import trains
+from megarl.own_code import torch_as_before
 from megarl.telemetry.progress import Counting, Progress, print_table
 from megarl.telemetry.samples import write_samples
 from megarl.telemetry.sinks import FILES, SINKS, Sink, described, open_sinks
@@ -234,7 +235,7 @@ class Report:
         self._logged = self._speaks
         for sink in self._sinks:
             with self._told_once(sink, f"metrics of step {step}"):
-                sink.log(step, metrics)
+                sink.log(step, {**metrics})
         if self._progress is not None:
             self._progress.advance(metrics)
 
@@ -243,8 +244,9 @@ class Report:
         """Warn once of a sink that fails: it is no reason to stop. A file that was writable in between is warned of
         again."""
         try:
-            yield
-        except Exception as e:  # a user's class, or a library, can fail in any way
+            with torch_as_before():
+                yield
+        except (Exception, SystemExit) as e:  # a user's class, or a library, can fail in any way
             if sink in self._failing:
                 return
             self._failing.add(sink)

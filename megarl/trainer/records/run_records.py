@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from megarl.algorithms.loss import Metric
 from megarl.checkpoint.folder import Position
 from megarl.hybrid.generation import Generation
+from megarl.own_code import torch_as_before
 from megarl.parallel.world import World
 from megarl.roles.trained import TrainedModel
 from megarl.rollout.speed import Speed
@@ -117,7 +118,8 @@ class RunRecords:
         self.speed()  # of a validation: it is of no step
         whole = self.report.step(row, {**number, **metrics, **memory, **pace, **nodes}, seconds, sequences)
         for callback in self._callbacks:
-            callback(loop, step, whole)
+            with torch_as_before():
+                callback(loop, step, {**whole})
 
     def say_validation(self, loop: str, metrics: Metrics) -> None:
         """Show the accuracy, or the loss, on held-out data before the first step of a loop."""

@@ -1,0 +1,117 @@
+"""What users' code returns is checked where it is called, and torch is afterwards as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training_cases import fixed_batch
+
+from megarl.algorithms.advantages import compute_advantages
+from megarl.algorithms.loss import LossInput, LossOutput, Metric, Sum
+from megarl.algorithms.registry import ESTIMATORS
+from megarl.config.algorithm import AlgorithmConfig
+from megarl.config.reward import RewardConfig
+from megarl.registry import Registry
+from megarl.rewards.in_rank import InRank
+from megarl.rewards.parts import Part
+from megarl.rewards.registry import Reward
+from megarl.rewards.results import Response, Scored
+from megarl.types import Batch, Prompt
+
+
+@pytest.fixture(autouse=True)
+def as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(ESTIMATORS, "_registered", dict(ESTIMATORS._registered))
+    yield
+    assert torch.is_grad_enabled() and torch.get_default_dtype() == torch.float32
+
+
+def _estimated(estimator: Any) -> torch.Tensor:
+    batch = fixed_batch()
+    ESTIMATORS.add("mine", estimator)
+    scored = batch.with_(rewards=torch.ones(len(batch)))
+    advantages = compute_advantages(scored, AlgorithmConfig(adv_estimator="mine"), 0.0).advantages
+    assert advantages is not None
+    return advantages
+
+
+@pytest.mark.parametrize(
+    ("returned", "form"),
+    [
+        (lambda batch: None, "NoneType"),
+        (lambda batch: batch.rewards, r"a tensor \[\d+\]"),
+        (lambda batch: torch.ones(len(batch.tokens) + 1), r"a tensor \[\d+\]"),
+        (lambda batch: torch.ones(len(batch.tokens), 1), r"a tensor \[\d+, 1\]"),
+        (lambda batch: [0.0] * len(batch.tokens), "list"),
+        (lambda batch: batch, "NoneType"),
+    ],
+)
+def test_an_estimator_that_returns_something_else_is_named(returned: Any, form: str) -> None:
+    with pytest.raises(ValueError, match=rf"adv_estimator = mine must return a tensor \[\d+\], .* it returned {form}$"):
+        _estimated(lambda batch, config: returned(batch))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64])
+def test_advantages_of_any_type_are_taken(dtype: torch.dtype) -> None:
+    def ones(batch: Batch, config: AlgorithmConfig) -> torch.Tensor:
+        torch.set_grad_enabled(False)
+        torch.set_default_dtype(torch.float64)
+        return torch.ones(len(batch.tokens), dtype=dtype)
+
+    def with_gradient(batch: Batch, config: AlgorithmConfig) -> torch.Tensor:
+        return torch.ones(len(batch.tokens), requires_grad=True)
+
+    expected = fixed_batch().response_mask.float()
+    for advantages in (_estimated(ones), _estimated(with_gradient)):
+        assert torch.equal(advantages, expected) and not advantages.requires_grad
+
+
+def _loss_of(out: Any) -> LossOutput:
+    def mine(x: LossInput) -> Any:
+        return out
+
+    x: Any = None
+    return Sum(mine)(x)
+
+
+def test_a_loss_that_returns_something_else_is_named() -> None:
+    wrong = [
+        None,
+        torch.ones(()),
+        LossOutput(loss=torch.ones(2)),
+        LossOutput(loss=1.0),  # type: ignore[arg-type]
+        LossOutput(loss=torch.ones(()), metrics={"mine": 1.0}),  # type: ignore[dict-item]
+    ]
+    for out in wrong:
+        with pytest.raises(
+            ValueError, match=r"^the loss _loss_of\.<locals>\.mine must return a LossOutput of a scalar"
+        ):
+            _loss_of(out)
+    right = LossOutput(loss=torch.ones(()), metrics={"mine": Metric(value=torch.ones(()))})
+    assert _loss_of(right).loss == 1
+
+
+def test_a_row_that_a_closure_changes_is_whole_for_the_next_response() -> None:
+    def score(response: str, row: Any) -> float:
+        torch.set_grad_enabled(False)
+        row["seen"].append(response)
+        return float(len(row["seen"]))
+
+    here = InRank(Part(reward=Reward(name="mine", function=score)), RewardConfig())
+    prompt = Prompt(index=0, token_ids=(1,), row={"seen": []})
+    for key in range(3):
+        here.submit(key, Response(text="4"), prompt)
+    results = here.collect().values()
+    assert [one.score for one in results if isinstance(one, Scored)] == [1.0] * 3 and prompt.row == {"seen": []}
+
+
+def test_a_file_that_changes_torch_as_it_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import torch\ntorch.set_grad_enabled(False)\ntorch.set_default_dtype(torch.bfloat16)\ndef f(): pass\n"
+    )
+    registry: Registry[Any] = Registry("some.key", "function")
+    assert registry.load(f"{tmp_path / 'mine.py'}:f")() is None
