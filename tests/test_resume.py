@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -243,6 +244,24 @@ def test_one_that_was_never_named_is_later_than_a_named_one(ranks: Ranks, folder
     checkpoint(folder, "global_step_3").rename(folder / "away")
     ((ended, said),) = ranks.run(1, run_here, str(folder / "run.yaml"), named)
     assert ended == "" and f"resuming from {second}" in said
+
+
+def _refused(config: str, overrides: list[str]) -> str:
+    from megarl.parallel.world import World
+    from megarl.trainer.resuming.resume import choose_start
+
+    inputs: Any = SimpleNamespace(config=load_config(config, overrides))
+    with pytest.raises(ValueError) as refusal:
+        choose_start(inputs, {}, World())
+    return str(refusal.value)
+
+
+def test_a_named_checkpoint_that_has_gone_is_refused_on_every_rank(ranks: Ranks, folder: Path) -> None:
+    """It was there when the run was checked; only the first rank looks again."""
+    gone = folder / "run" / "checkpoints" / "global_step_9"
+    named = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={gone}", "trainer.n_gpus_per_node=2"]
+    refusals = ranks.run(2, _refused, str(folder / "run.yaml"), named)
+    assert len(set(refusals)) == 1 and str(gone) in refusals[0]
 
 
 def test_a_schedule_is_the_configuration_s(ranks: Ranks, tmp_path: Path) -> None:

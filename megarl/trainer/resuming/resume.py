@@ -112,10 +112,9 @@ def choose_start(inputs: Inputs, identity: Identity, world: World) -> Start:
         bring_back_replaced(trainer.run_dir)
     if trainer.resume_mode != "disable":
         finish_unfinished(trainer.run_dir, inputs.config.checkpoint.local_dir, world)
-    choice = (_candidates(trainer), later_than(trainer, trainer.resume_from_path)) if first else None
-    candidates, later = world.broadcast(choice, "the choice of a checkpoint")
-    if later is not None:  # one that has just been named is in the way as much as others
-        raise ValueError(later)
+    candidates, refusal = world.broadcast(_choice(trainer) if first else None, "the choice of a checkpoint")
+    if refusal is not None:
+        raise ValueError(refusal)
     passed_over: list[Found] = []
     for candidate in candidates:
         check_seen(candidate.folder, world)
@@ -130,6 +129,14 @@ def choose_start(inputs: Inputs, identity: Identity, world: World) -> Start:
     if passed_over:
         raise _none_is_whole(trainer, passed_over)
     return Start(identity=identity)
+
+
+def _choice(trainer: TrainerConfig) -> tuple[list[Found], str | None]:
+    """List what `_candidates` does, and say why none of it can be taken; one just named is in the way as others are."""
+    try:
+        return _candidates(trainer), later_than(trainer, trainer.resume_from_path)
+    except ValueError as e:  # the other ranks wait
+        return [], str(e)
 
 
 def finish_unfinished(run_dir: str, local_dir: str, world: World) -> None:
