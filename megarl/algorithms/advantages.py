@@ -38,10 +38,9 @@ def compute_advantages(batch: Batch, config: AlgorithmConfig, kl_coef: float) ->
 
     def estimate(scored: Batch) -> Batch:
         with torch_as_before():
-            estimated: Tensor | Batch = estimator(scored, config)
-        whole = estimated if isinstance(estimated, Batch) else scored
-        advantages = estimated.advantages if isinstance(estimated, Batch) else estimated
-        return whole.with_(advantages=_checked(advantages, scored, config.adv_estimator))
+            given: Any = estimator(scored, config)
+        changed, advantages = (given, given.advantages) if isinstance(given, Batch) else (scored, given)
+        return changed.with_(advantages=_checked(advantages, scored, config.adv_estimator))
 
     result = estimate(scored) if about_of(estimator).sharded else scored.changed_as_a_whole(estimate)
     assert result.advantages is not None

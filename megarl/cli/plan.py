@@ -28,6 +28,7 @@ from megarl.estimate.prediction import (
     Lengths,
     between_nodes,
     layout_warnings,
+    mfu_of,
     most_received,
     reshard_of_some_ranks,
     step_seconds,
@@ -241,7 +242,7 @@ def _assumptions(job: Job, accelerator: Accelerator, lengths: Lengths) -> str:
     flops = accelerator.flops[job.config.actor_rollout_ref.model.dtype]
     assumed = (
         f"Assumed: {lengths.prompt:g} + {lengths.response:g} tokens per sequence; {flops / 1e12:g} TFLOP/s, MFU "
-        f"{accelerator.mixture_mfu if job.arch.moe else accelerator.mfu:g} without bubbles"
+        f"{mfu_of(job.arch, accelerator):g} without bubbles"
     )
     if not job.generates:
         return f"{assumed}."

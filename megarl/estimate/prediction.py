@@ -172,9 +172,13 @@ def _engine_bytes_read(job: Job, sequences: int) -> float:
     return weights * (1 - idle * expert_elements(job.arch) / parameter_count(job.arch))
 
 
+def mfu_of(arch: Architecture, accelerator: Accelerator) -> float:
+    """Look up the part of an accelerator's peak that a model of this kind is assumed to reach."""
+    return accelerator.mixture_mfu if arch.moe else accelerator.mfu
+
+
 def _flops(job: Job, arch: Architecture, accelerator: Accelerator) -> float:
-    reached = accelerator.mixture_mfu if arch.moe else accelerator.mfu
-    return reached * accelerator.flops[job.config.actor_rollout_ref.model.dtype]
+    return mfu_of(arch, accelerator) * accelerator.flops[job.config.actor_rollout_ref.model.dtype]
 
 
 def step_seconds(

@@ -96,7 +96,7 @@ def transformer_engine_layers(arch: Architecture, *, own_attention: bool = False
 
     Args:
         own_attention: queries and keys are rotated, and attend, as in `torch_layers`: Transformer Engine's kernels take
-            neither a part of the tokens nor sequences that have some in common.
+            neither a part of the tokens nor sequences that have some in common, nor YaRN.
     """
     from megatron.core.extensions.transformer_engine import TENorm
 

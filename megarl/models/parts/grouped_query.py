@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megarl.models.parts.part import AttentionPart, check_context, check_counts, check_numbers
-from megarl.models.parts.rotary import RopeScaling, Yarn
+from megarl.models.parts.rotary import RopeScaling, Yarn, check_base
 from megarl.models.placements import LayerPlace, Placement, place_filled
 from megarl.models.tensors import Box, LogicalTensor, norm, table
 from megarl.parallel.layout import TrainLayout
@@ -61,8 +61,7 @@ class GroupedQuery(AttentionPart):
             check_counts(self, "sliding_window")
         if self.softmax_scale is not None:
             check_numbers(self, "softmax_scale", positive=True)
-        if isinstance(self.rope_scaling, Yarn) and self.rope_theta <= 1:
-            raise ValueError(f"rope_theta = {self.rope_theta} must be above 1 with YaRN")
+        check_base(self)
         assert self.qk_norm or not self.norm_over_heads
         assert not (self.norm_over_heads and self.zero_centered_norms), "a norm that no family has"
         if self.num_attention_heads % self.num_key_value_heads:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megarl.models.parts.part import AttentionPart, check_context, check_counts, check_numbers
-from megarl.models.parts.rotary import Yarn
+from megarl.models.parts.rotary import Yarn, check_base
 from megarl.models.placements import LayerPlace, Placement, place_filled
 from megarl.models.tensors import LogicalTensor, table
 from megarl.parallel.layout import TrainLayout
@@ -66,8 +66,7 @@ class Latent(AttentionPart):
         check_numbers(self, "rope_theta", positive=True)
         if self.qk_rope_head_dim % 2:
             raise ValueError(f"qk_rope_head_dim = {self.qk_rope_head_dim} must be even: channels turn in pairs")
-        if self.rope_scaling is not None and self.rope_theta <= 1:
-            raise ValueError(f"rope_theta = {self.rope_theta} must be above 1 with YaRN")
+        check_base(self)
 
     @property
     def rotary_dim(self) -> int:

@@ -108,3 +108,9 @@ class Rotary(Protocol):
 
     @property
     def rope_scaling(self) -> RopeScaling | Yarn | None: ...
+
+
+def check_base(rotary: Rotary) -> None:
+    """Raise ValueError for a base of which YaRN's `stretched_channels` would divide by 0, or by less."""
+    if isinstance(rotary.rope_scaling, Yarn) and rotary.rope_theta <= 1:
+        raise ValueError(f"rope_theta = {rotary.rope_theta} must be above 1 with YaRN")
