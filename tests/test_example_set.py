@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import pickle
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pytest
 from prompt_rows import write_rows, write_tokenizer
@@ -180,12 +182,21 @@ def test_a_tokenizer_in_another_process_is_the_same(tmp_path: Path) -> None:
         assert other.encode_chat([{"role": "user", "content": text}]) == said
 
 
-def test_a_worker_that_is_lost(tmp_path: Path, tokenizer: str, cached: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("forked", [True, False])
+def test_a_worker_that_is_lost(
+    tmp_path: Path, tokenizer: str, cached: None, monkeypatch: pytest.MonkeyPatch, forked: bool
+) -> None:
     """One line says so, and nothing stays."""
 
     def lost(self: Any, stretches: Iterator[Any]) -> Iterator[Any]:
-        self._processes[0].process.kill()
+        interpreter = psutil.Process(self._process.process.pid)
+        while not interpreter.children():
+            time.sleep(0.01)
+        processes.extend([*interpreter.children(), interpreter])
+        processes[0 if forked else -1].kill()
         return original(self, stretches)
+
+    processes: list[psutil.Process] = []
 
     original = megarl.data.scan_workers.ScanWorkers.look_at
     monkeypatch.setattr(megarl.data.scan_workers.ScanWorkers, "look_at", lost)
@@ -193,6 +204,7 @@ def test_a_worker_that_is_lost(tmp_path: Path, tokenizer: str, cached: None, mon
     with pytest.raises(ValueError, match=r"data.train_files: a process that read the rows was killed by SIGKILL"):
         load(tokenizer, [file], "preferences", tmp_path / "cache")
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+    assert psutil.wait_procs(processes, timeout=20)[1] == []
 
 
 def test_a_number_of_a_label_is_kept_exactly(tmp_path: Path, tokenizer: str) -> None:

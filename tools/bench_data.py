@@ -128,7 +128,8 @@ def write_run(folder: Path, max_prompt_length: int, truncation: str, flow: str) 
     arch = {"architectures": ["Qwen2ForCausalLM"], **shape, "tie_word_embeddings": True}
     (folder / "config.json").write_text(json.dumps(arch))
     longest = max_prompt_length // 2 if flow == "sft" else 2
-    data = {"train_batch_size": 4, "max_prompt_length": max_prompt_length, "max_response_length": longest}
+    data: dict[str, object] = {"train_batch_size": 4, "filter_overlong_prompts": flow == "sft"}
+    data |= {"max_prompt_length": max_prompt_length, "max_response_length": longest}
     actor: dict[str, object] = {"ppo_max_token_len_per_gpu": max_prompt_length + longest}
     generation = {"ppo_mini_batch_size": 4} if flow == "ppo" else {}
     trainer = {"default_local_dir": str(folder / "run"), "total_training_steps": 1, "save_freq": 0}

@@ -58,6 +58,10 @@ class ExampleScan(Scan):
                  "filter_overlong_prompts", "truncation", "read_special_tokens")  # fmt: skip
         return [self.format, [[name, getattr(self.data, name)] for name in names], self.drawn]
 
+    def prepare(self) -> None:
+        if not self.drawn:
+            self.tokenizer.opened  # noqa: B018
+
     @cached_property
     def looks(self) -> RowLooks:
         """Make the `RowLooks`, which looks at rows without tokenising them."""

@@ -22,7 +22,7 @@ from megarl.data.readers import BATCH_ROWS, is_table, no_rows, table_batches
 from megarl.data.row_cache import Progress
 from megarl.data.row_index import Index, mapped
 from megarl.data.scan import FIELDS, MOST_SOURCES, Scan, Scanned, Unsettled, checks_of, open_lines
-from megarl.data.scan_workers import AT_MOST, ScanWorkers, Stretch, look_at
+from megarl.data.scan_workers import ScanWorkers, Stretch, look_at
 from megarl.data.settle import Settler
 from megarl.data.source import spool
 from megarl.data.tokenizer import Tokenizer
@@ -58,8 +58,7 @@ def make_index(
     """
     making = _Making(rules, tokenizer, folder, progress)
     if folder is not None:
-        processes = min(AT_MOST, len(os.sched_getaffinity(0)))
-        with ScanWorkers(rules, processes) as workers:
+        with ScanWorkers(rules) as workers:
             making.add(workers.look_at(making.stretches(files)))
     else:
         making.add(look_at(stretch, rules) for stretch in making.stretches(files))

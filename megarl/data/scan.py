@@ -14,6 +14,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -92,6 +93,11 @@ class Scan:
     def cuts(self) -> bool:
         """Tell whether a prompt that is too long is cut."""
         return not self.data.filter_overlong_prompts and self.data.truncation != "error"
+
+    def prepare(self) -> None:
+        """Load what every process needs, before it is forked; what fails here fails again at the first row."""
+        with suppress(ValueError):
+            self.keep  # noqa: B018
 
     @cached_property
     def keep(self) -> Callable[[Row], bool] | None:

@@ -1,27 +1,33 @@
 """Starts processes that look at the rows of a large file.
 
-Each is a fresh interpreter without torch: 40 MB, or 65 MB with a tokenizer of transformers.
+A fresh interpreter imports what they need, and forks them: pages that stay as they are count once.
 """
 
 from __future__ import annotations
 
+import gc
+import os
 import pickle
+import signal
 import socket
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
 from itertools import cycle
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from megarl.data.files import stem_of
 from megarl.data.scan import Scan, Scanned, arrow_rows, lines_of
-from megarl.processes import how_it_ended
+from megarl.processes import STOP_SIGNALS, die_with_parent, how_it_ended, kill_descendants
 from megarl.workers.channel import read_message, write_message
 from megarl.workers.interpreter import Interpreter
 
-AT_MOST = 8
-"""Processes of a node: 300 to 500 MB together."""
+MOST_PROCESSES = 16
+"""Processes of a node."""
+
+ENDS_SECONDS = 10.0
+"""Time in which the interpreter ends whose process has ended."""
 
 
 class Stretch(NamedTuple):
@@ -58,48 +64,54 @@ def look_at(stretch: Stretch, rules: Scan) -> Scanned:
 class ScanWorkers(AbstractContextManager["ScanWorkers"]):
     """Runs processes that look at stretches, and ends them with the context."""
 
-    def __init__(self, rules: Scan, processes: int) -> None:
+    def __init__(self, rules: Scan) -> None:
         self._rules = rules
         environment = {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
         target = f"{__name__}:{'serve_without_torch' if rules.answers else 'serve'}"
-        self._processes = [Interpreter(target, environment=environment) for _ in range(processes)]
+        self._process = Interpreter(target, environment=environment)
+        pairs = [socket.socketpair() for _ in range(min(MOST_PROCESSES, len(os.sched_getaffinity(0))))]
+        self._connections = [own for own, _ in pairs]
+        try:
+            self._process.pass_on([other for _, other in pairs])
+            self._process.send(pickle.dumps(rules))
+        except OSError:
+            raise self._lost() from None
+        finally:
+            for _, other in pairs:
+                other.close()
 
     def __exit__(self, *_: object) -> None:
-        for process in self._processes:
-            process.close()
+        for connection in self._connections:
+            connection.close()
+        self._process.close()
 
     def look_at(self, stretches: Iterable[Stretch]) -> Iterator[Scanned]:
         """Scan each stretch, in order, once; raises ValueError if a process is lost or a file cannot be read."""
-        under_way: deque[Interpreter] = deque()
-        for process in self._processes:
-            self._send(process, self._rules)
-        for process, stretch in zip(cycle(self._processes), stretches, strict=False):
-            if len(under_way) == 2 * len(self._processes):  # a small message each, which no connection is too full for
+        under_way: deque[int] = deque()
+        for connection, stretch in zip(cycle(self._connections), stretches, strict=False):
+            if len(under_way) == 2 * len(self._connections):  # a small message each, for which there is always room
                 yield self._receive(under_way.popleft())
-            self._send(process, stretch)
-            under_way.append(process)
+            try:
+                write_message(connection.fileno(), pickle.dumps(stretch))
+            except OSError:
+                raise self._lost() from None
+            under_way.append(connection.fileno())
         while under_way:
             yield self._receive(under_way.popleft())
 
-    def _send(self, process: Interpreter, message: object) -> None:
-        try:
-            process.send(pickle.dumps(message))
-        except OSError:
-            raise self._lost(process) from None
-
-    def _receive(self, process: Interpreter) -> Scanned:
-        message = process.receive()
+    def _receive(self, descriptor: int) -> Scanned:
+        message = read_message(descriptor)
         if message is None:
-            raise self._lost(process)
+            raise self._lost()
         answer = pickle.loads(message)
         if isinstance(answer, Exception):
             raise answer
         assert isinstance(answer, Scanned)
         return answer
 
-    def _lost(self, process: Interpreter) -> ValueError:
-        process.close()
-        how = how_it_ended(process.process.returncode)
+    def _lost(self) -> ValueError:
+        self._process.close(ENDS_SECONDS)
+        how = how_it_ended(self._process.process.returncode)
         return ValueError(f"{self._rules.what}: a process that read the rows {how}; start again, with more memory")
 
 
@@ -110,13 +122,40 @@ def serve_without_torch(connection: socket.socket) -> None:
 
 
 def serve(connection: socket.socket) -> None:
-    """Scan the stretches that follow upon a `Scan`, until nothing more comes: the process of a worker."""
-    descriptor = connection.fileno()
-    rules: Scan | None = None
+    """Fork a process for each connection that is passed on, and wait for them. It ends as the first of them that fails.
+
+    Args:
+        connection: on which the `Scan` follows.
+    """
+    _, descriptors, _, _ = socket.recv_fds(connection, 1, MOST_PROCESSES)
+    message = read_message(connection.fileno())
+    if message is None:
+        return
+    rules = pickle.loads(message)
+    rules.prepare()
+    gc.freeze()  # a collection would write to the pages that are shared
+    parent, workers = os.getpid(), set()
+    for descriptor in descriptors:
+        if not (pid := os.fork()):
+            _work(descriptor, rules, parent)
+        workers.add(pid)
+    while workers:
+        pid, status = os.wait()
+        if pid in workers and status:
+            kill_descendants()
+            code = os.waitstatus_to_exitcode(status)
+            if code < 0:
+                os.kill(parent, -code)
+            os._exit(abs(code))
+        workers.discard(pid)
+
+
+def _work(descriptor: int, rules: Scan, parent: int) -> NoReturn:
+    """Scan the stretches that come over a connection, until nothing more comes."""
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
+    die_with_parent(parent)
     while (message := read_message(descriptor)) is not None:
-        if rules is None:
-            rules = pickle.loads(message)
-            continue
         answer: Scanned | ValueError
         try:
             answer = look_at(pickle.loads(message), rules)
@@ -124,3 +163,4 @@ def serve(connection: socket.socket) -> None:
             answer = ValueError(str(e))
         with suppress(OSError):  # nobody waits for it
             write_message(descriptor, pickle.dumps(answer))
+    os._exit(0)

@@ -63,9 +63,12 @@ class PhaseTimers:
     def spans(self) -> list[Span]:
         """Return the spans since the last call in order, and forget them. Waits for the GPU."""
         self._edge()
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-        now, (last, _) = time.perf_counter(), self._edges[-1]
+        last, _ = self._edges[-1]
+        if isinstance(last, float):
+            now = last
+        else:
+            last.synchronize()
+            now = time.perf_counter()
         spans = [
             Span(phase, now - _between(start, last), _between(start, stop))
             for (start, _), (stop, phase) in zip(self._edges, self._edges[1:], strict=False)

@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
@@ -61,6 +61,10 @@ class Interpreter:
     def send(self, message: bytes) -> None:
         """Write a message, waiting until there is room for it; raises OSError if the process has gone."""
         write_message(self._connection.fileno(), message)
+
+    def pass_on(self, connections: Sequence[socket.socket]) -> None:
+        """Hand over connections, which `socket.recv_fds` receives there; raises OSError if the process has gone."""
+        socket.send_fds(self._connection, [b"\0"], [connection.fileno() for connection in connections])
 
     def receive(self) -> bytes | None:
         """Wait for a message; None if the process has gone."""
