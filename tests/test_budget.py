@@ -274,12 +274,15 @@ def test_the_native_engine_counts_with_no_less_than_a_layer_keeps(arch: Architec
     assert prefill_activations(arch, tp=tp) >= layer_activations(arch, tp=tp, sequence_parallel=False)
 
 
-def test_the_native_engine_computes_the_longest_sequence_at_once() -> None:
+def test_the_native_engine_computes_long_prompts_in_parts() -> None:
+    """With keys and values of 4 KV heads of 128, read and put in order; attention sinks want the whole prompt."""
     layer = 6 * 4096 + 8 * 2048 + 4 * 7168
     sampler = 2 * 256 * 128_256 * (2 + 4)
     assert engine_activations(job(rollout__name="native")) == 2 * 8192 * layer + sampler
     short = dict(tp=2, itemsize=2, max_num_seqs=256, max_num_batched_tokens=10, max_model_len=4096)
-    assert native_activation_bytes(LLAMA_3_8B, **short) == 2 * 4096 * layer + sampler
+    assert native_activation_bytes(LLAMA_3_8B, **short) == 2 * (10 * layer + 4096 * 2 * 2 * 4 * 128) + sampler
+    whole = replace(LLAMA_3_8B, layers=((LLAMA_3_8B.layers[0][0].with_attention(sinks=True), 32),))
+    assert native_activation_bytes(whole, **short) == 2 * 4096 * layer + sampler
 
 
 def test_kv_caches() -> None:

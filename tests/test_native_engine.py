@@ -17,7 +17,7 @@ from tiny_families import ARCHITECTURES
 from megarl.models.architecture import Architecture
 from megarl.models.weights import engine_placements
 from megarl.rollout.native.graphs import bucket
-from megarl.rollout.native.model import parameter_shapes
+from megarl.rollout.native.model import Decoder, parameter_shapes
 from megarl.types import Completion, SamplingParams
 
 # ---------------------------------------------------------------------------------------------- tensor parallel
@@ -118,6 +118,26 @@ def test_batching_does_not_change_completions(limits: dict[str, Any]) -> None:
     assert len({len(c.response) for c in want}) > 5  # sequences do leave at different times
     assert len(set(tokens_of(want))) > 20  # and the samples of a prompt differ
     assert_same(engine_of(arch, **limits).generate(GROUPS, SAMPLED, seeds=range(len(GROUPS))), want)
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_a_long_prompt_is_computed_in_parts(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens, their log-probs and their experts are those of a prompt that is computed whole."""
+    arch, passes = ARCHITECTURES[family], list[int]()
+    original = Decoder.forward
+
+    def forward(self: Decoder, tokens: torch.Tensor, *args: Any) -> torch.Tensor:
+        passes.append(len(tokens))
+        return original(self, tokens, *args)
+
+    params = replace(SAMPLED, routed_experts=arch.moe is not None)
+    settings = {"max_num_seqs": 4, "records_routing": params.routed_experts}
+    want = engine_of(arch, **settings).generate(MIXED, params, seeds=range(len(MIXED)))
+    monkeypatch.setattr(Decoder, "forward", forward)
+    got = engine_of(arch, max_num_batched_tokens=7, **settings).generate(MIXED, params, seeds=range(len(MIXED)))
+    assert_same(got, want)
+    assert (max(passes) == 7) == (arch.prompt_keys(1) is not None)
+    assert [c.response.routed for c in got] == [c.response.routed for c in want]
 
 
 def test_order_does_not_change_completions() -> None:

@@ -157,6 +157,14 @@ class Architecture:
         """Say whether layers keep a state of a sequence, from which only that very sequence can go on."""
         return any(layer.attention.state_shapes(1) for layer in self.kinds)
 
+    def prompt_keys(self, tp: int) -> int | None:
+        """Count the elements per token of what a part of a prompt attends to, of the layer where they are most.
+
+        None: the native engine computes prompts whole, as a layer of this model needs it.
+        """
+        keys = [layer.attention.prompt_keys(tp) for layer in self.kinds]
+        return None if None in keys else max(filter(None, keys))
+
     @property
     def tied(self) -> bool:
         """Return whether the output layer is the embedding."""

@@ -18,11 +18,11 @@ class SharedKeys:
     A sequence's queries are the last tokens of its keys.
 
     Attributes:
-        rows: int64 [keys], the token of each key, sequence after sequence.
+        rows: int64 [keys], the token of each key, sequence after sequence; None: `k` and `v` have them in this order.
         cu_seqlens, longest, slots: of the keys, as `packed_attention` has them of the queries.
     """
 
-    rows: Tensor
+    rows: Tensor | None
     cu_seqlens: Tensor
     longest: int
     slots: Tensor
@@ -45,8 +45,8 @@ def packed_attention(
 
     Args:
         q: [tokens, heads, head_dim].
-        k: [tokens, kv_heads, head_dim].
-        v: [tokens, kv_heads, value_dim], which is no more than head_dim.
+        k: [tokens, kv_heads, head_dim], of what `shared` says.
+        v: [tokens, kv_heads, value_dim], likewise; value_dim is no more than head_dim.
         cu_seqlens: int32 [sequences + 1], where each sequence begins, and the end of the last.
         longest: tokens of the longest sequence.
         slots: int64 [tokens], each token's place in the padded [sequences * longest] view.
@@ -58,7 +58,7 @@ def packed_attention(
     Returns: [tokens, heads, value_dim].
     """
     keys = shared or SharedKeys(rows=slots, cu_seqlens=cu_seqlens, longest=longest, slots=slots)
-    if shared is not None:
+    if shared is not None and shared.rows is not None:
         k, v = _Taken.apply(k, shared.rows), _Taken.apply(v, shared.rows)
     if q.is_cuda and q.dtype != torch.float32 and sinks is None:
         return _varlen(q, k, v, (cu_seqlens, keys.cu_seqlens, longest, keys.longest), window, scale)

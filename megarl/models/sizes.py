@@ -131,7 +131,13 @@ def native_activation_bytes(
     max_num_batched_tokens: int,
     max_model_len: int,
 ) -> int:
-    """Bound the bytes that the native engine's forward passes hold beside weights, KV cache and states."""
-    tokens = max(max_num_batched_tokens, max_model_len)
-    layer = itemsize * tokens * prefill_activations(arch, tp=tp, ep=ep)
+    """Bound the bytes that the native engine's forward passes hold beside weights, KV cache and states.
+
+    A prompt of more than `max_num_batched_tokens` tokens is computed in parts, which attend to the keys of all of it.
+    """
+    tokens, keys = max(max_num_batched_tokens, max_model_len), arch.prompt_keys(tp)
+    seen = 0
+    if keys is not None and max_model_len > max_num_batched_tokens:
+        tokens, seen = max_num_batched_tokens, max_model_len * keys
+    layer = itemsize * (tokens * prefill_activations(arch, tp=tp, ep=ep) + seen)
     return layer + sampler_bytes(arch, max_num_seqs=max_num_seqs, itemsize=itemsize)

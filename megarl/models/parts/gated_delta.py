@@ -156,6 +156,10 @@ class GatedDelta(AttentionPart):
             in_file += self.num_key_heads * rows
             in_head += rows
 
+    def prompt_keys(self, tp: int) -> int | None:
+        """Return None: the state after a part of a prompt is no beginning."""
+        return None
+
     def cache_shape(self, tp: int) -> tuple[int, int, int]:
         """Give (0, 1, 1): nothing is kept of a token."""
         return 0, 1, 1

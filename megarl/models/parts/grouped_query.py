@@ -243,6 +243,10 @@ class GroupedQuery(AttentionPart):
         (first, last), (start, stop) = self.heads_on_rank(tp, 0)
         return (last - first) * (stop - start), last - first
 
+    def prompt_keys(self, tp: int) -> int | None:
+        """Return None with sinks, whose softmax over all keys stands in memory."""
+        return None if self.sinks else super().prompt_keys(tp)
+
     def cache_shape(self, tp: int) -> tuple[int, int, int]:
         """Give (2: keys and values, KV heads on each rank, head_dim)."""
         return 2, self.heads(tp)[1], self.head_dim

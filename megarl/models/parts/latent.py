@@ -137,6 +137,11 @@ class Latent(AttentionPart):
                     "narrow vector (q_lora_rank, or kv_lora_rank + qk_rope_head_dim)"
                 )
 
+    def prompt_keys(self, tp: int) -> int:
+        """Count what is cached, twice, and the keys and values that are made of it, padded."""
+        made = self.qk_nope_head_dim + self.v_head_dim + 3 * self.qk_head_dim
+        return 2 * self.cached_dim + self.num_attention_heads // tp * made
+
     def training_keys(self, tp: int) -> float:
         return self.num_attention_heads * (self.qk_head_dim + self.v_head_dim) / tp
 

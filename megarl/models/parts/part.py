@@ -100,6 +100,13 @@ class AttentionPart(Part, Protocol):
         """Count the elements per token of keys and values in the training layout."""
         return math.prod(self.cache_shape(tp))
 
+    def prompt_keys(self, tp: int) -> int | None:
+        """Count the elements per token of what a part of a prompt attends to: the keys and values of all of it.
+
+        None: the native engine computes prompts whole.
+        """
+        return 2 * math.prod(self.cache_shape(tp))
+
     def state_shapes(self, tp: int) -> tuple[tuple[int, ...], ...]:
         """Give the shapes of what a rank keeps of a sequence, however long it is: float32, beside the KV cache."""
         return ()

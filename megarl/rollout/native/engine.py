@@ -42,7 +42,8 @@ class NativeEngine(Engine):
         enable_expert_parallel: each of them has whole experts, in place of a share of every expert.
         dtype: of weights, activations and KV cache; float32 or bfloat16.
         max_num_seqs: sequences decoded together.
-        max_num_batched_tokens: prompt tokens computed together; one prompt may be longer.
+        max_num_batched_tokens: prompt tokens computed together; a longer prompt is computed in parts, where attention
+            can (`Architecture.prompt_keys`).
         max_model_len: prompt and response of a sequence at most, tokens.
         gpu_memory_utilization: part of the GPU's memory for own weights, activations and KV cache together; for a CPU
             rank, of its share of the machine's memory. The cache takes no more than `max_num_seqs` sequences of
@@ -194,16 +195,12 @@ class NativeEngine(Engine):
         """Fill the blocks of the requests that enter."""
         cache.enter(admission.entered)
         computed = [(r.slot, r.cached) for r in admission.computed if r.position]
-        if computed:
-            slots, sequences = zip(*computed, strict=True)
-            lengths = [len(s) for s in sequences]
-            attention = self._passes.prefill(cache, slots=slots, lengths=lengths)
-            tokens = upload(torch.tensor([token for s in sequences for token in s]), self._device)
-            routed = self._forward(tokens, attention)[1]
-            if routed is not None:
-                slot_of_token = upload(torch.tensor(slots).repeat_interleave(torch.tensor(lengths)), self._device)
-                positions = upload(torch.cat([torch.arange(n) for n in lengths]), self._device)
-                cache.write_routed(slot_of_token, positions, routed)
+        if len(computed) == 1 and self._arch.prompt_keys(self._tp) is not None:
+            ((slot, sequence),) = computed
+            for start in range(0, len(sequence), self._max_num_batched_tokens):
+                self._fill(cache, [(slot, sequence[start : start + self._max_num_batched_tokens])], start)
+        elif computed:
+            self._fill(cache, computed)
         cache.copy(admission.copies, admission.state_copies)
         rows = [
             (token, position, r.slot, r.blocks[position // BLOCK_SIZE], 0, 0)
@@ -215,6 +212,18 @@ class NativeEngine(Engine):
         for start in range(0, len(rows), self._max_num_seqs):
             part = torch.tensor(rows[start : start + self._max_num_seqs])
             self._hidden(upload(part, self._device), longest=int(part[:, POSITION].max()) + 1)
+
+    def _fill(self, cache: KVCache, sequences: Sequence[tuple[int, Sequence[int]]], start: int = 0) -> None:
+        """Compute sequences, each given by its slot and tokens; of one, those before `start` are in the cache."""
+        slots, texts = zip(*sequences, strict=True)
+        lengths = [len(text) for text in texts]
+        attention = self._passes.prefill(cache, slots=slots, lengths=lengths, start=start)
+        tokens = upload(torch.tensor([token for text in texts for token in text]), self._device)
+        routed = self._forward(tokens, attention)[1]
+        if routed is not None:
+            slot_of_token = upload(torch.tensor(slots).repeat_interleave(torch.tensor(lengths)), self._device)
+            positions = upload(torch.cat([start + torch.arange(n) for n in lengths]), self._device)
+            cache.write_routed(slot_of_token, positions, routed)
 
     def _decode_next(self, scheduler: Scheduler) -> InFlight | None:
         """Let requests enter, and begin a decode step of all that go on; None: none does."""

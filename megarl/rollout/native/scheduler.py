@@ -127,7 +127,7 @@ class Scheduler:
 
     Args:
         max_num_seqs: requests that run together.
-        max_num_batched_tokens: prompt tokens computed together; one prompt may be longer.
+        max_num_batched_tokens: prompt tokens computed together; one prompt may have more.
         blocks: of the KV cache, the scratch block included; enough for the longest request alone.
         decode: token ids to text, for stop strings.
         recurrent: whether layers keep a state per slot, which goes on with the sequence's newest token alone. Such a

@@ -67,7 +67,8 @@ class Passes(part.Passes):
     def __init__(self, kind: GatedDelta, *, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
         self._kind, self._device = kind, device
 
-    def prefill(self, cache: KVCache, *, slots: Sequence[int], lengths: Sequence[int]) -> Attention:
+    def prefill(self, cache: KVCache, *, slots: Sequence[int], lengths: Sequence[int], start: int = 0) -> Attention:
+        assert start == 0, "such prompts are computed whole"
         packing = Packing.of(lengths, self._kind, self._device)
         return WholeSequences(self._kind, cache, packing, upload(torch.tensor(slots), self._device))
 

@@ -80,8 +80,8 @@ class Passes(part.Passes):
     def __init__(self, kind: GroupedQuery, *, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
         self._kind, self._rope = kind, rope_table(kind, max_model_len, device).to(dtype)
 
-    def prefill(self, cache: KVCache, *, slots: Sequence[int], lengths: Sequence[int]) -> Attention:
-        return PrefillAttention(self._kind, cache, self._rope, slots=slots, lengths=lengths)
+    def prefill(self, cache: KVCache, *, slots: Sequence[int], lengths: Sequence[int], start: int = 0) -> Attention:
+        return PrefillAttention(self._kind, PrefillTokens(cache, self._rope, slots=slots, lengths=lengths, start=start))
 
     def decode(self, cache: KVCache, *, slots: Tensor, positions: Tensor, blocks: Tensor, longest: int) -> Attention:
         if kernels.on(self._rope.device):
@@ -91,20 +91,18 @@ class Passes(part.Passes):
         return GatheredAttention(self._kind, cache, self._rope, slots=slots, positions=positions, longest=longest)
 
 
-class PrefillAttention(PrefillTokens):
-    """Attends over whole sequences."""
+class PrefillAttention:
+    """Attends from the tokens of prompts, each to those before it."""
 
-    def __init__(
-        self, kind: GroupedQuery, cache: KVCache, rope: Tensor, *, slots: Sequence[int], lengths: Sequence[int]
-    ) -> None:
-        super().__init__(cache, rope, slots=slots, lengths=lengths)
-        self._kind = kind
+    def __init__(self, kind: GroupedQuery, tokens: PrefillTokens) -> None:
+        self._kind, self._tokens = kind, tokens
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        q, k = apply_rope(q, self.cos_sin), apply_rope(k, self.cos_sin)
-        self.store(layer, k, v)
-        kind = self._kind
-        return self.attend(q, k, v, window=kind.sliding_window, scale=kind.softmax_scale, sinks=sinks).flatten(1)
+        kind, tokens = self._kind, self._tokens
+        q, k = apply_rope(q, tokens.cos_sin), apply_rope(k, tokens.cos_sin)
+        tokens.store(layer, k, v)
+        k, v = tokens.seen(layer, k, v)
+        return tokens.attend(q, k, v, window=kind.sliding_window, scale=kind.softmax_scale, sinks=sinks).flatten(1)
 
 
 class GatheredAttention(NewTokens):

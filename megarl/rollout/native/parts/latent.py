@@ -78,8 +78,8 @@ class Passes(part.Passes):
     def __init__(self, kind: Latent, *, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
         self._kind, self._rope = kind, rope_table(kind, max_model_len, device).to(dtype)
 
-    def prefill(self, cache: KVCache, *, slots: Sequence[int], lengths: Sequence[int]) -> Attention:
-        return PrefillAttention(self._kind, PrefillTokens(cache, self._rope, slots=slots, lengths=lengths))
+    def prefill(self, cache: KVCache, *, slots: Sequence[int], lengths: Sequence[int], start: int = 0) -> Attention:
+        return PrefillAttention(self._kind, PrefillTokens(cache, self._rope, slots=slots, lengths=lengths, start=start))
 
     def decode(self, cache: KVCache, *, slots: Tensor, positions: Tensor, blocks: Tensor, longest: int) -> Attention:
         tokens = NewTokens(cache, self._rope, slots=slots, positions=positions, longest=longest)
@@ -87,15 +87,17 @@ class Passes(part.Passes):
 
 
 class PrefillAttention:
-    """Attends over whole sequences, with keys and values of every head."""
+    """Attends from the tokens of prompts, each to those before it, with keys and values of every head."""
 
     def __init__(self, kind: Latent, tokens: PrefillTokens) -> None:
         self._kind, self._tokens = kind, tokens
 
     def __call__(self, layer: int, q: Tensor, latent: Tensor, turned: Tensor, up: Tensor) -> Tensor:
         kind = self._kind
-        q_still, q_turned, turned = _rotate_and_store(kind, self._tokens, layer, q, latent, turned)
-        k_and_v = F.linear(latent, up.flatten(0, 1)).unflatten(1, (len(up), -1))
+        q_still, q_turned, kept = _rotate_and_store(kind, self._tokens, layer, q, latent, turned)
+        (kept,) = self._tokens.seen(layer, kept)
+        latent, turned = kept.split((kind.kv_lora_rank, kind.qk_rope_head_dim), dim=-1)
+        k_and_v = F.linear(latent.squeeze(1), up.flatten(0, 1)).unflatten(1, (len(up), -1))
         k_still, v = k_and_v.split((kind.qk_nope_head_dim, kind.v_head_dim), dim=-1)
         q = torch.cat((q_still, q_turned), dim=-1)
         k = torch.cat((k_still, turned.expand(-1, len(up), -1)), dim=-1)
@@ -123,9 +125,10 @@ def _rotate_and_store(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotate, and put the latents with the rotated channels of the keys into the cache.
 
-    Returns: the queries' channels that are not rotated and those that are, and the keys' [T, 1, qk_rope_head_dim].
+    Returns: the queries' channels that are not rotated, those that are, and what is kept, [T, 1, cached_dim].
     """
     q_still, q_turned = q.split((kind.qk_nope_head_dim, kind.qk_rope_head_dim), dim=-1)
     q_turned, turned = (apply_rope(pairs_apart(x), tokens.cos_sin) for x in (q_turned, turned.unsqueeze(1)))
-    tokens.store(layer, torch.cat((latent.unsqueeze(1), turned), dim=-1))
-    return q_still, q_turned, turned
+    kept = torch.cat((latent.unsqueeze(1), turned), dim=-1)
+    tokens.store(layer, kept)
+    return q_still, q_turned, kept

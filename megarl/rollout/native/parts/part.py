@@ -111,8 +111,12 @@ class Passes(Protocol):
 
     def __init__(self, kind: Any, *, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None: ...
 
-    def prefill(self, cache: KVCache, *, slots: Sequence[int], lengths: Sequence[int]) -> Attention:
-        """Give the attention of the first `lengths[i]` tokens of the sequence in `slots[i]`, one after another."""
+    def prefill(self, cache: KVCache, *, slots: Sequence[int], lengths: Sequence[int], start: int = 0) -> Attention:
+        """Give the attention of the first `lengths[i]` tokens of the sequence in `slots[i]`, one after another.
+
+        Args:
+            start: tokens before these, which are in the cache; of one sequence alone, unless 0.
+        """
         ...
 
     def decode(self, cache: KVCache, *, slots: Tensor, positions: Tensor, blocks: Tensor, longest: int) -> Attention:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from megarl.models.packed_attention import attend_with_sinks, packed_attention
+from megarl.models.packed_attention import SharedKeys, attend_with_sinks, packed_attention
 from megarl.models.sizes import BLOCK_SIZE, blocks_for
 from megarl.parallel.upload import upload
 from megarl.rollout.native.kv_cache import KVCache
@@ -20,28 +20,59 @@ class PrefillTokens:
 
     Args:
         rope: [max_model_len, 2, rotary_dim / 2], as of `rope_table`.
+        start: tokens before these, which the cache has already; of one sequence alone, unless 0.
 
     Attributes:
         cos_sin: rows of `rope` at the tokens' positions.
     """
 
-    def __init__(self, cache: KVCache, rope: Tensor, *, slots: Sequence[int], lengths: Sequence[int]) -> None:
+    def __init__(
+        self, cache: KVCache, rope: Tensor, *, slots: Sequence[int], lengths: Sequence[int], start: int = 0
+    ) -> None:
+        assert start == 0 or len(slots) == 1
         device, self._cache = rope.device, cache
         rows = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-        positions = torch.cat([torch.arange(n) for n in lengths])
+        places = torch.cat([torch.arange(n) for n in lengths])
         self._longest = max(lengths)
-        self._padded = upload(rows * self._longest + positions, device)
-        self._slots, self._positions = upload(torch.tensor(slots)[rows], device), upload(positions, device)
+        self._padded = upload(rows * self._longest + places, device)
+        self._slots, self._positions = upload(torch.tensor(slots)[rows], device), upload(start + places, device)
         self._cu_seqlens = upload(torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32), device)
+        self._end = start + self._longest
+        self._shared = _all_tokens(self._end, device) if start else None
         self.cos_sin = rope[self._positions]
 
     def store(self, layer: int, *heads: Tensor) -> None:
         """Write what the cache keeps of the tokens, see `KVCache.write`."""
         self._cache.write(layer, self._slots, self._positions, *heads)
 
+    def seen(self, layer: int, *heads: Tensor) -> Sequence[Tensor]:
+        """Return what the cache keeps of the tokens, and of those before them: each [tokens, heads, width].
+
+        Args:
+            heads: that of the tokens themselves, which has been stored.
+        """
+        if self._shared is None:
+            return heads
+        stored = self._cache.read(layer, self._slots[:1], blocks_for(self._end))[:, 0, :, : self._end]
+        return stored.transpose(1, 2).contiguous().unbind(0)
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **rule: Any) -> Tensor:
-        """Attend causally within each sequence; the rest of `packed_attention`'s arguments are `rule`."""
-        return packed_attention(q, k, v, cu_seqlens=self._cu_seqlens, longest=self._longest, slots=self._padded, **rule)
+        """Attend causally within each sequence; the rest of `packed_attention`'s arguments are `rule`.
+
+        Args:
+            k, v: of what is `seen`.
+        """
+        places: dict[str, Any] = dict(
+            cu_seqlens=self._cu_seqlens, longest=self._longest, slots=self._padded, shared=self._shared
+        )
+        return packed_attention(q, k, v, **places, **rule)
+
+
+def _all_tokens(end: int, device: torch.device) -> SharedKeys:
+    """Say that the tokens of a sequence see all before them, up to `end`."""
+    tokens = torch.arange(end, device=device)
+    cu_seqlens = torch.tensor([0, end], dtype=torch.int32, device=device)
+    return SharedKeys(rows=None, cu_seqlens=cu_seqlens, longest=end, slots=tokens)
 
 
 class NewTokens:
