@@ -195,7 +195,7 @@ class _Ranks:
         if stopped:
             self._unsaid = None if self._forwarded else f"{who} was ended by {signal.Signals(ending.code - 128).name}"
         elif code not in set(ExitCode):  # of which the rank has said why
-            say(f"{who} {how_it_ended(code)}{_memory() if -code == signal.SIGKILL else ''}")
+            say(f"{who} {how_it_ended(code)}{_cause(code)}")
 
     def _look_at_other_nodes(self) -> None:
         self._ending = self._nodes.failure() if self._nodes is not None else None
@@ -207,8 +207,15 @@ class _Ranks:
         self._end_by = end_by if self._end_by is None else min(self._end_by, end_by)
 
 
-def _memory() -> str:
-    """Say how much a killed rank may have held: the kernel keeps the most that any child did that was waited for."""
+def _cause(code: int) -> str:
+    """Say what may have ended a rank, a sentence's end; empty if the code does not tell.
+
+    The kernel keeps the most memory that any child held that was waited for.
+    """
+    if -code == signal.SIGBUS:
+        return "; a file that it maps, such as a cached one of data.cache_dir, was cut short, or /dev/shm is full"
+    if -code != signal.SIGKILL:
+        return ""
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     return (
         f"; if nobody sent it, memory ran out: the rank held up to {peak / 2**30:.1f} GiB of this machine's "

@@ -74,6 +74,12 @@ def test_a_death_without_words_is_named(tmp_path: Path, capfd: pytest.CaptureFix
     assert said and float(said[1]) >= 0.5
     assert job("time.sleep(9999 * (rank == '0')); os._exit(7)", tmp_path) == 7
     assert capfd.readouterr().err.endswith(f" on {HOST}) ended with exit code 7\n")
+    cut_short = (
+        f"time.sleep(9999 * (rank == '0'))\nimport mmap\nf = open({str(tmp_path / 'rows')!r}, 'w+b')\n"
+        "f.truncate(8192)\nrows = mmap.mmap(f.fileno(), 8192)\nf.truncate(0)\nrows[0]"
+    )
+    assert job(cut_short, tmp_path) == 128 + signal.SIGBUS
+    assert "was killed by SIGBUS; a file that it maps, such as a cached one" in capfd.readouterr().err
 
 
 def _when_there(files: list[Path], *numbers: int) -> threading.Thread:
