@@ -58,6 +58,11 @@ class ExampleScan(Scan):
                  "filter_overlong_prompts", "truncation", "read_special_tokens")  # fmt: skip
         return [self.format, [[name, getattr(self.data, name)] for name in names], self.drawn]
 
+    @property
+    def most_processes(self) -> int:
+        """Limit those that tokenise, which have a tokenizer each, and a process that runs its template."""
+        return super().most_processes if self.drawn else 8
+
     def prepare(self) -> None:
         if not self.drawn:
             self.tokenizer.opened  # noqa: B018

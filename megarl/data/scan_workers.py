@@ -23,9 +23,7 @@ from megarl.processes import STOP_SIGNALS, die_with_parent, how_it_ended, kill_d
 from megarl.workers.channel import read_message, write_message
 from megarl.workers.interpreter import Interpreter
 
-MOST_PROCESSES = 16
-"""Processes of a node."""
-
+_MOST_PASSED = 253  # connections in a message: SCM_MAX_FD of Linux
 ENDS_SECONDS = 10.0
 """Time in which the interpreter ends whose process has ended."""
 
@@ -69,7 +67,7 @@ class ScanWorkers(AbstractContextManager["ScanWorkers"]):
         environment = {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
         target = f"{__name__}:{'serve_without_torch' if rules.answers else 'serve'}"
         self._process = Interpreter(target, environment=environment)
-        pairs = [socket.socketpair() for _ in range(min(MOST_PROCESSES, len(os.sched_getaffinity(0))))]
+        pairs = [socket.socketpair() for _ in range(min(rules.most_processes, len(os.sched_getaffinity(0))))]
         self._connections = [own for own, _ in pairs]
         try:
             self._process.pass_on([other for _, other in pairs])
@@ -127,7 +125,7 @@ def serve(connection: socket.socket) -> None:
     Args:
         connection: on which the `Scan` follows.
     """
-    _, descriptors, _, _ = socket.recv_fds(connection, 1, MOST_PROCESSES)
+    _, descriptors, _, _ = socket.recv_fds(connection, 1, _MOST_PASSED)
     message = read_message(connection.fileno())
     if message is None:
         return
