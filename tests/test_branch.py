@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ranks import Ranks
 from tiny_run import TrainedRun, train_in, write_run
 
+from megarl.checkpoint.folder import check_whole
 from megarl.cli import branch
 from megarl.cli.main import main
 from megarl.cli.runs import read_run
@@ -79,7 +81,10 @@ def test_refusals(first: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixtu
     run, new = str(first.folder / "run"), tmp_path / "new"
     place = f"trainer.default_local_dir={new}"
     said = refusal(capsys, run, "--at", "7", place)
-    assert said == f"{run} has no checkpoint 7; whole ones there: global_step_1, global_step_2, global_step_3"
+    assert said == f"{run} has no checkpoint '7'; whole ones there: global_step_1, global_step_2, global_step_3"
+    assert refusal(capsys, run, "--at", "", place).startswith(f"{run} has no checkpoint ''; whole ones")
+    for word in ("trainer.resume_mode=disable", f"trainer.resume_from_path={first.checkpoint(1)}"):
+        assert refusal(capsys, run, place, word).startswith("the new run goes on from its own checkpoint: leave")
     assert refusal(capsys, str(tmp_path / "none")).startswith("no run folder at")
     assert refusal(capsys, run, "--at", "2").startswith(f"the new run needs a folder other than {run}: add")
     assert "another seed (data.seed 1 -> 3)" in (said := refusal(capsys, run, "--at", "2", place, "data.seed=3"))
@@ -110,3 +115,40 @@ def test_a_checkpoint_that_goes_meanwhile_leaves_nothing(
     said = refusal(capsys, str(run), "--at", "2", f"trainer.default_local_dir={tmp_path / 'deep' / 'new'}")
     assert said.startswith(f"{tmp_path}/deep/new cannot be made from {run}/checkpoints/global_step_2: ")
     assert not (tmp_path / "deep" / "new").exists()
+
+
+def test_a_branch_deletes_only_what_it_made(
+    first: TrainedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What others put there meanwhile stays: a file, and the whole branch of a second command."""
+    run, new = str(first.folder / "run"), tmp_path / "new"
+    words = [run, "--at", "2", f"trainer.default_local_dir={new}"]
+    rows, fill = branch._rows_until, branch._fill
+
+    def beside(*arguments: Any) -> bytes:
+        (new / "config.yaml").write_text("another's")
+        return rows(*arguments)
+
+    monkeypatch.setattr(branch, "_rows_until", beside)
+    assert "File exists" in refusal(capsys, *words)
+    assert [path.name for path in new.iterdir()] == ["config.yaml"] and (new / "config.yaml").read_text() == "another's"
+    (new / "config.yaml").unlink()
+
+    def after_another(*arguments: Any) -> None:
+        monkeypatch.undo()
+        fill(*arguments)
+        fill(*arguments)
+
+    monkeypatch.setattr(branch, "_fill", after_another)
+    monkeypatch.setattr(branch, "_rows_until", rows)
+    assert "File exists" in refusal(capsys, *words)
+    assert {path.name for path in new.iterdir()} == {"checkpoints", "config.yaml", "metrics.jsonl", "parent.json"}
+    check_whole(str(new / "checkpoints" / "global_step_2"))
+
+
+def test_a_branch_with_nothing_to_do_says_so(
+    first: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"trainer.default_local_dir={tmp_path / 'new'}", "trainer.total_training_steps=2"]
+    assert main(["branch", str(first.folder / "run"), *words]) == 0
+    assert "nothing to do: " in capsys.readouterr().err

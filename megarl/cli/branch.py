@@ -12,14 +12,16 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 
 from megarl.checkpoint.folder import Found, check_whole, checkpoints, delete, partial_folder
 from megarl.cli.words import add_overrides
 from megarl.config import Config, dump_config, load_config
 from megarl.config.load import CONFIG_FILE, check_nothing_hidden
 from megarl.config.secrets import hidden_values
-from megarl.telemetry.lines import complete_lines, rewrite
+from megarl.telemetry.lines import complete_lines, no_link, no_link_private
 from megarl.telemetry.sinks.jsonl import METRICS_FILE, read_row
 from megarl.trainer.starts import PARENT_FILE
 
@@ -46,14 +48,18 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     begins = ["trainer.resume_mode=auto", "trainer.resume_from_path=", *overrides]
     config = load_config(record, begins)
     check_nothing_hidden(config)
+    if config.trainer.resume_mode != "auto" or config.trainer.resume_from_path:
+        raise ValueError("the new run goes on from its own checkpoint: leave trainer.resume_mode and resume_from_path")
     target = config.trainer.run_dir
     _check_target(target, args.run)
-    _check_settings(record, [*begins, f"trainer.resume_from_path={checkpoint.folder}"])
+    nothing_to_do = _check_settings(record, [*begins, f"trainer.resume_from_path={checkpoint.folder}"])
     _fill(target, checkpoint, config, args.run, overrides)
     ranks = f"--nproc {config.trainer.n_gpus_per_node} " if config.trainer.nnodes == 1 else ""
     secrets = "".join(f" {key}=..." for key in hidden_values(config.model_dump()))
     print(f"{target} begins from {checkpoint.folder}; train on with")
     print(f"megarl train {ranks}{shlex.quote(os.path.join(target, CONFIG_FILE))}{secrets}")
+    if nothing_to_do is not None:
+        print(f"megarl: {nothing_to_do}", file=sys.stderr)
     return 0
 
 
@@ -63,10 +69,12 @@ def _checkpoint(run_dir: str, at: str | None) -> Found:
         raise ValueError(f"no run folder at '{run_dir}'")
     candidates = checkpoints(run_dir)
     whole = [candidate for candidate in candidates if candidate.problem is None]
-    matches = [c for c in candidates if at in (None, str(c.position.step), c.position.name)] if at else whole
+    matches = (
+        [c for c in candidates if at in (None, str(c.position.step), c.position.name)] if at is not None else whole
+    )
     if not matches:
         names = ", ".join(candidate.position.name for candidate in reversed(whole)) or "none"
-        raise ValueError(f"{run_dir} has no checkpoint{f' {at}' if at else ''}; whole ones there: {names}")
+        raise ValueError(f"{run_dir} has no checkpoint{'' if at is None else f' {at!r}'}; whole ones there: {names}")
     if (problem := matches[0].problem) is not None:
         raise ValueError(f"no run can begin from {matches[0].folder}: {problem}")
     return matches[0]
@@ -82,39 +90,62 @@ def _check_target(target: str, run_dir: str) -> None:
         raise ValueError(f"'{target}' holds something already, and nothing is overwritten: name a new folder")
 
 
-def _check_settings(record: str, overrides: Sequence[str]) -> None:
-    """Refuse settings that no run can have, or that may not change. Raises ValueError."""
+def _check_settings(record: str, overrides: Sequence[str]) -> str | None:
+    """Refuse settings that no run can have, or that may not change; returns `finished`. Raises ValueError."""
     from megarl.trainer.admission.checks import check_run
-    from megarl.trainer.resuming.resume import expected_start
+    from megarl.trainer.resuming.resume import expected_start, finished
 
-    expected_start(check_run(load_config(record, [*overrides, "trainer.resume_mode=resume_path"])))
+    inputs = check_run(load_config(record, [*overrides, "trainer.resume_mode=resume_path"]))
+    return finished(inputs, expected_start(inputs))
 
 
 def _fill(target: str, checkpoint: Found, config: Config, run_dir: str, overrides: Sequence[str]) -> None:
-    """Make the folder. Its checkpoint gets its name last, when everything else is there."""
+    """Make the folder. Its checkpoint gets its name last, when everything else is there.
+
+    Of two commands that fill one folder, the second finds its `checkpoints` there, and is refused. What others put into
+    the folder meanwhile stays, whatever happens.
+    """
     place = os.path.join(target, "checkpoints", os.path.basename(checkpoint.folder))
-    partial, existed = partial_folder(place), os.path.isdir(target)
+    partial = partial_folder(place)
+    parent = {"checkpoint": os.path.abspath(checkpoint.folder), "changed": [_key(word) for word in overrides]}
     try:
-        os.makedirs(os.path.dirname(target) or ".", exist_ok=True)
-        os.makedirs(target, mode=0o700, exist_ok=True)
-        os.mkdir(os.path.dirname(place))
-        shutil.copytree(checkpoint.folder, partial, copy_function=_link)
-        rows = complete_lines(os.path.join(run_dir, METRICS_FILE))
-        before = checkpoint.state["row"]
-        kept = [line for line in rows if (row := read_row(line)) is not None and row["step"] <= before]
-        if kept:
-            rewrite(os.path.join(target, METRICS_FILE), b"".join(kept))
-        rewrite(os.path.join(target, CONFIG_FILE), dump_config(config).encode(), private=True)
-        parent = {"checkpoint": os.path.abspath(checkpoint.folder), "changed": [_key(word) for word in overrides]}
-        rewrite(os.path.join(target, PARENT_FILE), json.dumps(parent).encode())
-        os.rename(partial, place)
-        check_whole(place)
+        with ExitStack() as undo:
+            if not os.path.isdir(target):
+                os.makedirs(os.path.dirname(target) or ".", exist_ok=True)
+                os.mkdir(target, mode=0o700)
+                undo.callback(_remove_empty, target)
+            os.mkdir(os.path.dirname(place))
+            undo.callback(_remove_empty, os.path.dirname(place))
+            undo.callback(delete, partial)
+            shutil.copytree(checkpoint.folder, partial, copy_function=_link)
+            check_whole(partial)
+            if rows := _rows_until(checkpoint, run_dir):
+                _write_new(os.path.join(target, METRICS_FILE), rows, no_link, undo)
+            _write_new(os.path.join(target, CONFIG_FILE), dump_config(config).encode(), no_link_private, undo)
+            _write_new(os.path.join(target, PARENT_FILE), json.dumps(parent).encode(), no_link, undo)
+            os.rename(partial, place)
+            undo.pop_all()
     except (OSError, ValueError) as e:  # shutil.Error is an OSError: the first run deletes the checkpoint just now
-        for path in os.listdir(target) if os.path.isdir(target) else ():
-            delete(os.path.join(target, path))
-        if not existed and os.path.isdir(target):
-            os.rmdir(target)
         raise ValueError(f"{target} cannot be made from {checkpoint.folder}: {' '.join(str(e).split())[:300]}") from e
+
+
+def _rows_until(checkpoint: Found, run_dir: str) -> bytes:
+    """Read the rows of the run's metrics up to a checkpoint's."""
+    lines = complete_lines(os.path.join(run_dir, METRICS_FILE))
+    last = checkpoint.state["row"]
+    return b"".join(line for line in lines if (row := read_row(line)) is not None and row["step"] <= last)
+
+
+def _write_new(path: str, text: bytes, opener: Callable[[str, int], int], undo: ExitStack) -> None:
+    """Write a file that is not there yet. Raises OSError if it is."""
+    with open(path, "xb", opener=opener) as f:
+        undo.callback(delete, path)
+        f.write(text)
+
+
+def _remove_empty(folder: str) -> None:
+    with suppress(OSError):  # others have put something there
+        os.rmdir(folder)
 
 
 def _key(word: str) -> str:
