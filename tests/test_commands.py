@@ -8,6 +8,7 @@ import pkgutil
 import pty
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -303,15 +304,13 @@ def test_the_line_for_vllm(small: TrainedRun, tmp_path: Path, capsys: pytest.Cap
     lines_of(capsys, "serve", str(tmp_path / "made"))
     assert (made / "model.safetensors").stat().st_mtime_ns == written
     assert "has no Hugging Face folder" not in capsys.readouterr().err
-    for seconds, older in ((-60, False), (60, True)):
-        os.utime(tmp_path / "made" / "trainer.json", (time.time() + seconds,) * 2)
-        assert main(["serve", str(tmp_path / "made")]) == 0
-        assert (f"megarl: {made} is older than {tmp_path / 'made'}: " in capsys.readouterr().err) == older
     template = tmp_path / "chat.jinja"
     template.write_text("{{ messages }}")
     (line,) = lines_of(capsys, "serve", str(source), "--chat-template", str(template))
     assert line.endswith(f"--chat-template {template}")
     for options, said in (
+        (["--tp", "0"], "--tp 0 must be 1 or more"),
+        (["--max-model-len", "0"], "--max-model-len 0: the model has"),
         (["--tp", "3"], "rollout.tensor_model_parallel_size = 3 does not divide the model's 4 attention heads"),
         (["--max-model-len", "1000000"], "--max-model-len 1000000: the model has"),
         (["--chat-template", "no.jinja"], "--chat-template: no file at 'no.jinja'"),
@@ -322,6 +321,29 @@ def test_the_line_for_vllm(small: TrainedRun, tmp_path: Path, capsys: pytest.Cap
     (line,) = lines_of(capsys, "serve", str(small.folder / "run"))
     exported = small.checkpoint(2) / "huggingface"
     assert shlex.split(line)[2] == str(exported) and line.endswith(f"--tokenizer {exported / 'tokenizer'}")
+
+
+def test_another_checkpoint_s_export_is_not_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither at --out, nor at the usual place after the checkpoint was written anew."""
+    for seed, name in enumerate("ab"):
+        source = write_folder(tmp_path / f"source_{name}", "llama", seed=seed, model_type="llama")
+        assert main(["convert", "hf-to-megatron", str(source), str(tmp_path / name)]) == 0
+    capsys.readouterr()
+    a, b, out = (str(tmp_path / name) for name in ("a", "b", "out"))
+    lines_of(capsys, "serve", a, "--out", out)
+    lines_of(capsys, "serve", a, "--out", out)
+    (said,) = lines_of(capsys, "serve", b, "--out", out, code=2)
+    assert f"'{out}' was not made from '{b}' as that is now: delete it" in said
+    lines_of(capsys, "serve", a)
+    shutil.rmtree(a)
+    os.rename(b, a)
+    (said,) = lines_of(capsys, "serve", a, code=2)
+    assert f"'{a}-huggingface' was not made from '{a}' as that is now" in said
+
+
+def test_a_line_that_cannot_be_printed_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (said,) = lines_of(capsys, "serve", str(write_folder(tmp_path / "a\x1b[2J", "llama", model_type="llama")), code=2)
+    assert "a name in the command has control characters" in said and "\x1b" not in said
 
 
 def test_the_line_for_vllm_has_the_run_s_sampling(

@@ -28,6 +28,7 @@ from megarl.checkpoint.manifest import (
     one_line,
     read_manifest,
     record_files,
+    record_source,
     write_manifest,
 )
 from megarl.checkpoint.megatron_folder import MegatronWeights, StoredParameter, describe, write_megatron
@@ -124,6 +125,7 @@ def megatron_to_huggingface(
     with new_folder(target) as partial:
         remarks += export_model_files(model_files, model_files, partial, dtype=dtype_name(weights.dtype))
         write_weights(weights, partial, arch, max_shard_bytes=max_shard_bytes, advance=advance)
+        record_source(partial, source)
         remarks.append(_compared(partial, source, arch, 4 * elements, answers_below * 1e9))
     return remarks
 

@@ -16,6 +16,8 @@ from functools import partial
 from megarl.telemetry.lines import only_file
 
 MANIFEST_FILE = "manifest.json"
+SOURCE_FILE = "made_from.json"
+"""Name of the record, in a folder that was made from a checkpoint, of that checkpoint's manifest."""
 FORMAT = 1
 """Of the checkpoints that this program writes; `trainer.json` names it too."""
 
@@ -93,6 +95,26 @@ def read_manifest(folder: str) -> dict[str, FileRecord]:
         raise ValueError(f"{MANIFEST_FILE} is missing") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise ValueError(f"{MANIFEST_FILE} cannot be read: {one_line(e)}") from e
+
+
+def record_source(folder: str, checkpoint: str) -> None:
+    """Write down that a folder is made from a checkpoint, if that has a manifest."""
+    if os.path.isfile(os.path.join(checkpoint, MANIFEST_FILE)):
+        with open(os.path.join(folder, SOURCE_FILE), "w", encoding="utf-8") as f:
+            json.dump(_source(checkpoint), f)
+
+
+def is_made_from(folder: str, checkpoint: str) -> bool:
+    """Say whether a folder is made from a checkpoint with a manifest, which has not been written anew since."""
+    try:
+        with open(os.path.join(folder, SOURCE_FILE), encoding="utf-8", opener=only_file) as f:
+            return bool(json.load(f) == _source(checkpoint))
+    except (OSError, ValueError, RecursionError):
+        return False
+
+
+def _source(checkpoint: str) -> dict[str, object]:
+    return {"manifest": asdict(record_files(checkpoint, [MANIFEST_FILE])[MANIFEST_FILE])}
 
 
 def size_problem(folder: str, records: Mapping[str, FileRecord]) -> str | None:

@@ -1,7 +1,7 @@
 """Print the command with which vLLM serves a checkpoint; this program does not serve.
 
 PATH is a path that `megarl eval` takes. vLLM reads a Hugging Face folder: the checkpoint's (hf_model in
-checkpoint.save_contents), or else a new one next to it, PATH-huggingface. Only the command goes to stdout.
+checkpoint.save_contents), or else one that is made next to it, PATH-huggingface. Only the command goes to stdout.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from megarl.checkpoint.folder import STATE_FILE
 from megarl.checkpoint.huggingface_folder import CONFIG, check_weights, end_tokens, read_config
+from megarl.checkpoint.manifest import is_made_from
 from megarl.checkpoint.megatron_lm import is_megatron_lm
 from megarl.cli.convert import ANSWERS_BELOW, SHARD_BYTES
 from megarl.cli.words import add_checkpoint
@@ -22,6 +22,7 @@ from megarl.config import Config, load_config
 from megarl.config.policy import RolloutConfig
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
+from megarl.plain import plain
 from megarl.trainer.subject import Subject, find_subject
 
 EXAMPLE = "megarl serve runs/math/run --best --tp 2"
@@ -47,9 +48,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     arch = read_architecture(subject.folder)
     config = load_config(subject.recorded) if subject.recorded else None
     rollout = config.actor_rollout_ref.rollout if config else RolloutConfig()
-    tp = args.tp or rollout.tensor_model_parallel_size
+    tp = rollout.tensor_model_parallel_size if args.tp is None else args.tp
     whole_experts = rollout.enable_expert_parallel and tp > 1
-    length = args.max_model_len or arch.max_position_embeddings
+    length = arch.max_position_embeddings if args.max_model_len is None else args.max_model_len
     _check(arch, tp, tp if whole_experts else 1, length, args.chat_template)
     if "model_type" not in read_config(subject.folder):
         raise ValueError(f"vLLM needs the field model_type in '{subject.folder}/{CONFIG}' (qwen2, say): add it")
@@ -68,9 +69,12 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     tokenizer = tokenizer_place(folder)
     if tokenizer != folder:
         words += ["--tokenizer", os.path.abspath(tokenizer)]
+    line = shlex.join(words)
+    if plain(line) != line:
+        raise ValueError(f"a name in the command has control characters, which are not printed; rename it: {line}")
     for remark in _remarks(folder, tokenizer, config, args.chat_template):
         print(f"megarl: {remark}", file=sys.stderr)
-    print(shlex.join(words))
+    print(line)
     return 0
 
 
@@ -94,11 +98,10 @@ def _huggingface(subject: Subject, out: str | None) -> str:
     export = out or f"{os.path.normpath(subject.folder)}-huggingface"
     for folder in (os.path.join(subject.folder, "huggingface"), export):
         if os.path.isfile(os.path.join(folder, CONFIG)):
+            if folder == export and not is_made_from(export, subject.folder):
+                origin = f"'{export}' was not made from '{subject.folder}' as that is now"
+                raise ValueError(f"{origin}: delete it, or give --out a new folder")
             check_weights(folder, read_architecture(folder))
-            if folder == export and _changed(export, CONFIG) < _changed(subject.folder, STATE_FILE):
-                # the checkpoint was written again after a rollback, say
-                older = f"{folder} is older than {subject.folder}: if that was written anew, delete it"
-                print(f"megarl: {older}", file=sys.stderr)
             return folder
     from megarl.checkpoint.convert import megatron_to_huggingface  # imports torch
 
@@ -114,10 +117,6 @@ def _huggingface(subject: Subject, out: str | None) -> str:
     ):
         print(f"megarl: {remark}", file=sys.stderr)
     return export
-
-
-def _changed(folder: str, file: str) -> float:
-    return os.path.getmtime(os.path.join(folder, file))
 
 
 def _sampling(config: Config) -> dict[str, float]:
