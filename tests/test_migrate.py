@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,18 @@ def test_whole_runs_are_planned(file: str, tmp_path: Path, capsys: pytest.Captur
     assert said.out == "" and code == (1 if "refused: these" in said.err else 0)
     assert main(["plan", str(out)]) in (0, 1)  # 1: the GPUs' memory is too small, as that script's is
     assert "parameters, on" in capsys.readouterr().out
+
+
+def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, link, pipe = tmp_path / "verl.yaml", tmp_path / "link.yaml", tmp_path / "pipe"
+    source.write_text("data: {train_batch_size: 8}")
+    link.symlink_to(tmp_path / "nowhere.yaml")
+    os.mkfifo(pipe)
+    for out in (source, link, pipe):
+        assert main(["config", "migrate", str(source), "--out", str(out)]) == 2
+        error = f"megarl: error: --out '{out}' is there already, and nothing is overwritten: name a new file\n"
+        assert capsys.readouterr().err == error
+    assert source.read_text() == "data: {train_batch_size: 8}" and link.is_symlink() and pipe.is_fifo()
 
 
 def test_a_script_with_variables_and_sums() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,17 @@ def test_bad_input_gets_a_line(
     assert main(["report", make(tmp_path), *options]) == 2
     error = capsys.readouterr().err
     assert error.startswith("megarl: error: ") and said in error and error.count("\n") == 1
+
+
+def test_a_report_replaces_no_pipe_and_no_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(write_folder(tmp_path / "run", steps=1))
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "pipe")
+    for name in ("pipe", "link"):
+        assert main(["report", run, "--out", str(tmp_path / name)]) == 2
+        error = capsys.readouterr().err
+        assert "cannot be written (a link, pipe, device or folder has that name)" in error and error.count("\n") == 1
+    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "link").is_symlink()
 
 
 def test_a_report_of_one_run_is_in_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

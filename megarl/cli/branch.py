@@ -13,7 +13,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 
 from megarl.checkpoint.folder import Found, check_whole, checkpoints, delete, partial_folder
@@ -21,7 +21,7 @@ from megarl.cli.words import add_overrides
 from megarl.config import Config, dump_config, load_config
 from megarl.config.load import CONFIG_FILE, check_nothing_hidden
 from megarl.config.secrets import hidden_values
-from megarl.telemetry.lines import complete_lines, no_link, no_link_private
+from megarl.telemetry.lines import complete_lines, write_new
 from megarl.telemetry.sinks.jsonl import METRICS_FILE, read_row
 from megarl.trainer.starts import PARENT_FILE
 
@@ -119,10 +119,14 @@ def _fill(target: str, checkpoint: Found, config: Config, run_dir: str, override
             undo.callback(delete, partial)
             shutil.copytree(checkpoint.folder, partial, copy_function=_link)
             check_whole(partial)
-            if rows := _rows_until(checkpoint, run_dir):
-                _write_new(os.path.join(target, METRICS_FILE), rows, no_link, undo)
-            _write_new(os.path.join(target, CONFIG_FILE), dump_config(config).encode(), no_link_private, undo)
-            _write_new(os.path.join(target, PARENT_FILE), json.dumps(parent).encode(), no_link, undo)
+            texts = {
+                METRICS_FILE: _rows_until(checkpoint, run_dir),
+                CONFIG_FILE: dump_config(config).encode(),
+                PARENT_FILE: json.dumps(parent).encode(),
+            }
+            for name, text in texts.items():
+                write_new(os.path.join(target, name), text, private=name == CONFIG_FILE)
+                undo.callback(delete, os.path.join(target, name))
             os.rename(partial, place)
             undo.pop_all()
     except (OSError, ValueError) as e:  # shutil.Error is an OSError: the first run deletes the checkpoint just now
@@ -134,13 +138,6 @@ def _rows_until(checkpoint: Found, run_dir: str) -> bytes:
     lines = complete_lines(os.path.join(run_dir, METRICS_FILE))
     last = checkpoint.state["row"]
     return b"".join(line for line in lines if (row := read_row(line)) is not None and row["step"] <= last)
-
-
-def _write_new(path: str, text: bytes, opener: Callable[[str, int], int], undo: ExitStack) -> None:
-    """Write a file that is not there yet. Raises OSError if it is."""
-    with open(path, "xb", opener=opener) as f:
-        undo.callback(delete, path)
-        f.write(text)
 
 
 def _remove_empty(folder: str) -> None:

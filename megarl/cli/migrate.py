@@ -18,7 +18,7 @@ from megarl.config.describe import yaml_value
 from megarl.migration import Change, Migrated, convert, hydra, read_written
 from megarl.migration.entry import Kind
 from megarl.migration.tables import TABLES
-from megarl.telemetry.lines import rewrite
+from megarl.telemetry.lines import write_new
 from megarl.telemetry.sinks import SINKS
 
 TITLES: dict[Kind, str] = {
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `megarl config migrate`."""
     parser.set_defaults(any_options=True)
     parser.add_argument("--from", dest="source", choices=list(TABLES), default="verl", help="whose configuration")
-    parser.add_argument("--out", help="the YAML file to write; default stdout")
+    parser.add_argument("--out", help="the YAML file to write, which must be new; default stdout")
     parser.add_argument("--quiet", action="store_true", help="report refused keys only")
     parser.add_argument(
         "written",
@@ -62,7 +62,9 @@ def migrate(args: argparse.Namespace, after_options: Sequence[str] = ()) -> int:
     text = "# Made by megarl config migrate\n" + OmegaConf.to_yaml(OmegaConf.create(migrated.tree))
     if args.out:
         try:
-            rewrite(args.out, text.encode())
+            write_new(args.out, text.encode())
+        except FileExistsError as e:
+            raise ValueError(f"--out '{args.out}' is there already, and nothing is overwritten: name a new file") from e
         except OSError as e:
             raise ValueError(f"--out '{args.out}' cannot be written: {e.strerror or e}") from e
     else:

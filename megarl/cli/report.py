@@ -60,6 +60,8 @@ def run(args: argparse.Namespace, rest: Sequence[str] = ()) -> int:
 
 def _write(out: str, text: bytes) -> None:
     """Write a file that gets its name when it is whole. Two processes that write it at once do not mix."""
+    if os.path.lexists(out) and (os.path.islink(out) or not os.path.isfile(out)):
+        raise OSError("a link, pipe, device or folder has that name")
     partial = f"{out}.{os.getpid()}.partial"
     try:
         with open(partial, "wb", opener=no_link) as f:

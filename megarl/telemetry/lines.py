@@ -128,6 +128,21 @@ def rewrite(path: str, text: bytes, *, private: bool = False) -> None:
         raise
 
 
+def write_new(path: str, text: bytes, *, private: bool = False) -> None:
+    """Write a file that is not there yet. Raises OSError if it is, and for a link, a pipe or a device in its place.
+
+    Args:
+        private: let no other user read the file.
+    """
+    with open(path, "xb", opener=no_link_private if private else no_link) as f:
+        try:
+            f.write(text)
+            f.flush()
+        except OSError:
+            os.unlink(path)
+            raise
+
+
 def copy_damaged(path: str) -> str:
     """Copy a file to PATH.damaged (-2, -3 ... if that exists); returns the copy's path."""
     names = (f"{path}.damaged{'' if i == 1 else f'-{i}'}" for i in itertools.count(1))
