@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -58,6 +59,17 @@ def study_of(folder: Path) -> Any:
     return optuna.load_study(study_name=None, storage=optuna.storages.JournalStorage(backend))
 
 
+def told(sweep: Path, value: float | None) -> None:
+    """End the search's next trial with a value, or as failed."""
+    from megarl.tuning.study import Trials
+    from megarl.tuning.sweep import read_sweep
+
+    trials = Trials(read_sweep(str(sweep)))
+    with trials.next(9) as trial:
+        assert trial is not None
+        trials.study.tell(trial, value, state=optuna.trial.TrialState.FAIL if value is None else None)
+
+
 def start(sweep: Path, *words: str) -> subprocess.Popen[str]:
     """Start the command in a process of its own."""
     return subprocess.Popen(
@@ -95,6 +107,8 @@ REFUSALS: list[tuple[dict[str, Any], list[str], str]] = [
     ({"folder": "/dev/null/x"}, [], "folder /dev/null/x cannot be made: Not a directory; set another one"),
     ({}, ["--trials", "0"], "--trials 0 must be 1 or more"),
     ({}, ["trainer.nnodes=2"], "a trial is a run on one machine; set trainer.nnodes=1"),
+    ({}, ["trainer.resume_mode=disable"], "the search sets trainer.resume_mode for each trial: leave it out"),
+    ({"keys": {"trainer.default_local_dir": ["a"]}}, [], "the search sets trainer.default_local_dir for each trial"),
     ({}, ["trainer.logger=[console]"], "add jsonl to trainer.logger"),
 ]
 
@@ -149,6 +163,74 @@ def test_a_folder_holds_one_search(tmp_path: Path) -> None:
     for change in ({"metric": "val/accuracy"}, {"mode": "min"}):
         with pytest.raises(ValueError, match="holds a search with another metric or mode; set another folder"):
             Trials(read_sweep(str(write_sweep(tmp_path, **change))))
+    told(write_sweep(tmp_path, keys={"data.seed": [1, 2]}), 0.5)
+    for values in ([1, 3], {"low": 1, "high": 2}):
+        with pytest.raises(ValueError, match="other choices, or another kind of range, for data"):
+            Trials(read_sweep(str(write_sweep(tmp_path, keys={"data.seed": values}))))
+
+
+def test_a_trial_s_values_stand_under_its_own_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever keys the sweep has now, in whatever order; values are no markup."""
+    keys = {"trainer.experiment_name": ["[/]"], "data.seed": [7], "data.train_batch_size": [8]}
+    told(write_sweep(tmp_path, keys=keys), 0.5)
+    now = {"actor_rollout_ref.rollout.n": [2], "data.seed": [7], "trainer.experiment_name": ["[/]"]}
+    assert main(["tune", str(write_sweep(tmp_path, keys=now)), "--trials", "1"]) == 0
+    rows = [
+        re.split("[│┃]", line) for line in capsys.readouterr().out.splitlines() if "[/]" in line or "data.seed" in line
+    ]
+    heads, values = ([cell.strip() for cell in row] for row in rows)
+    assert dict(zip(heads, values, strict=True)) == {
+        **{"": "", "trial": "0", "state": "complete", "reward/mean": "0.5", "actor_rollout_ref.rollout.n": ""},
+        **{"data.seed": "7", "trainer.experiment_name": "[/]", "data.train_batch_size": "8"},
+    }
+
+
+def test_a_search_without_a_trial_that_ended_well_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = write_sweep(tmp_path)
+    told(sweep, None)
+    assert main(["tune", str(sweep), "--trials", "1"]) == 1
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", f"megarl: all trials have failed: {tmp_path}/sweep/trial_*.log say why\n")
+
+
+def test_half_a_line_of_the_study_is_left_out(tmp_path: Path) -> None:
+    sweep, journal = write_sweep(tmp_path), tmp_path / "sweep" / "journal.log"
+    told(sweep, 0.5)
+    whole = journal.read_bytes()
+    journal.write_bytes(whole + b'{"op_code":4,"wor')
+    told(sweep, 0.7)
+    assert [trial.value for trial in study_of(tmp_path).trials] == [0.5, 0.7]
+    assert journal.read_bytes().startswith(whole) and b'"wor{' not in journal.read_bytes()
+
+
+def test_a_study_that_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep, journal = write_sweep(tmp_path), tmp_path / "sweep" / "journal.log"
+    told(sweep, 0.5)
+    lines = journal.read_bytes().splitlines(keepends=True)
+    for damaged in (b"nonsense\n", b"\xff\n", b"[1]\n"):
+        journal.write_bytes(b"".join([*lines[:3], damaged, *lines[3:]]))
+        assert main(["tune", str(sweep)]) == 2
+        error = capsys.readouterr().err
+        assert f"{journal} is damaged (" in error and "set another folder" in error and error.count("\n") == 1
+    journal.unlink()
+    journal.mkdir()
+    assert main(["tune", str(sweep)]) == 2
+    assert f"the search in {tmp_path}/sweep stopped: [Errno 21] Is a directory: " in capsys.readouterr().err
+
+
+def test_a_full_disk_ends_the_search_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The limit of a file's size stands for it, at the study and at the log of a run."""
+    sweep = write_sweep(tmp_path)
+    told(sweep, 0.5)
+    before, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "sweep" / "journal.log").stat().st_size + 9, before[1]))
+    try:
+        assert main(["tune", str(sweep)]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    error = capsys.readouterr().err
+    assert f"the search in {tmp_path}/sweep stopped: [Errno 27] File too large" in error and error.count("\n") == 1
 
 
 @pytest.mark.slow
@@ -207,8 +289,8 @@ def test_a_trial_is_pruned_while_it_trains(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_signal_stops_the_run_and_the_search_goes_on(tmp_path: Path) -> None:
-    sweep = write_sweep(tmp_path, trials=1)
-    run = tmp_path / "sweep" / "trial_0000"
+    sweep = write_sweep(tmp_path, trials=1, folder=str(tmp_path / "a: b"))
+    run = tmp_path / "a: b" / "trial_0000"
     first = start(sweep, "trainer.total_training_steps=100000", "trainer.save_freq=-1")
     wait_for(lambda: bool(steps_of(run)), first)
     first.send_signal(signal.SIGINT)

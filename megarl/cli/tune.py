@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.table import Table
+from rich.text import Text
 
 from megarl.cli.words import add_overrides
 from megarl.config import dump_config, load_config
@@ -26,7 +27,7 @@ from megarl.config.load import check_nothing_hidden
 from megarl.plain import plain
 from megarl.telemetry.lines import rewrite
 from megarl.telemetry.progress import print_table
-from megarl.tuning.sweep import Sweep, overrides, read_sweep
+from megarl.tuning.sweep import SET_FOR_TRIALS, Sweep, overrides, read_sweep
 
 if TYPE_CHECKING:
     from megarl.tuning.study import Trials
@@ -43,7 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Play trials; returns 0 once there are enough, 1 if runs fail one after the other, 128 + s after signal s.
+    """Play trials; returns 0 once there are enough, 1 if runs fail one after the other or all have, 128 + s after
+    signal s.
 
     Raises:
         ValueError: the search cannot work, in one line.
@@ -56,10 +58,20 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     _check_runs(sweep, words)
     if importlib.util.find_spec("optuna") is None:
         raise ValueError("megarl tune needs Optuna: pip install optuna")
+    try:
+        return _search(sweep, most, words)
+    except BrokenPipeError:
+        raise
+    except OSError as e:
+        raise ValueError(f"the search in {sweep.folder} stopped: {e}; mend that, and the same command goes on") from e
+
+
+def _search(sweep: Sweep, most: int, words: Sequence[str]) -> int:
+    """See `run`."""
     from megarl.tuning.study import Trials
     from megarl.tuning.worker import SweepFailed, SweepStopped, Worker
 
-    trials, code = Trials(sweep), 0
+    trials = Trials(sweep)
     try:
         Worker(sweep, trials, words, lambda line: print(plain(line), flush=True)).play_all(most)
     except SweepStopped as e:
@@ -67,13 +79,20 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         return 128 + e.signal
     except SweepFailed as e:
         print(f"megarl: {plain(str(e))}", file=sys.stderr)
-        code = 1
+        _show(sweep, trials, words)
+        return 1
+    if trials.all_have_failed():
+        print(f"megarl: all trials have failed: {sweep.folder}/trial_*.log say why", file=sys.stderr)
+        return 1
     _show(sweep, trials, words)
-    return code
+    return 0
 
 
 def _check_runs(sweep: Sweep, words: Sequence[str]) -> None:
     """Raise ValueError if a value of the search is refused, before anything starts."""
+    for key in SET_FOR_TRIALS:
+        if key in sweep.keys or any(word.partition("=")[0] == key for word in words):
+            raise ValueError(f"the search sets {key} for each trial: leave it out; trials are in the sweep's folder")
     for key, value in sweep.extremes():
         config = load_config(sweep.config, [*words, *overrides({key: value})])
         check_nothing_hidden(config)
@@ -89,12 +108,14 @@ def _show(sweep: Sweep, trials: Trials, words: Sequence[str]) -> None:
     if not finished:
         print("no trial has a result yet")
         return
-    table = Table(title=f"{sweep.metric}, {sweep.mode}")
-    for column in ("trial", "state", sweep.metric, *sweep.keys):
-        table.add_column(column)
+    keys = list(dict.fromkeys([*sweep.keys, *(key for trial in finished for key in trial.params)]))
+    table = Table(title=Text(f"{sweep.metric}, {sweep.mode}"))
+    for column in ("trial", "state", sweep.metric, *keys):
+        table.add_column(Text(column))
     for trial in finished:
-        cells = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in trial.params.values()]
-        table.add_row(str(trial.number), trial.state.name.lower(), f"{trial.value:.4g}", *cells)
+        values = [trial.value, *(trial.params.get(key, "") for key in keys)]
+        cells = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in values]
+        table.add_row(str(trial.number), trial.state.name.lower(), *map(Text, cells))
     print_table(table)
     best = finished[0]
     config = load_config(sweep.config, [*words, *overrides(best.params)])

@@ -9,22 +9,50 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+    check_distribution_compatibility,
+)
 from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
+from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState
 
+from megarl.telemetry.lines import complete_lines
 from megarl.tuning.sweep import Choices, Range, Sweep
 
 JOURNAL = "journal.log"
 """Name of the study's file, which `optuna-dashboard` opens."""
+Direction = Literal["maximize", "minimize"]
 _LOCKS = "locks"
 STUDY, _METRIC = "search", "metric"
 """Names of the study, and of its user attribute with the metric."""
 _RUN, _INSTEAD_OF = "run", "instead of"
 """Names of a trial's user attributes: the number in the name of its run's folder; the number of the trial that lost
 its worker and whose values and run this one has."""
+
+
+class _WholeLines(JournalFileSymlinkLock):
+    """Locks the study's file for a writer, which finds whole lines there: its own would join half of one.
+
+    A worker leaves half a line if it is killed, or its disk is full. Readers pass over half a last line.
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self._path = path
+
+    def acquire(self) -> bool:
+        acquired = super().acquire()
+        with open(self._path, "rb") as f:
+            f.seek(max(0, f.seek(0, os.SEEK_END) - 1))
+            is_whole = f.read() in (b"", b"\n")
+        if not is_whole:
+            os.truncate(self._path, sum(map(len, complete_lines(self._path))))
+        return acquired
 
 
 class Trials:
@@ -38,7 +66,11 @@ class Trials:
     """
 
     def __init__(self, sweep: Sweep) -> None:
-        """Raise ValueError, in one line, if Optuna does not take the search's keys."""
+        """
+        Raises:
+            ValueError: Optuna does not take the search's keys, or the folder's study, in one line.
+            OSError: the study cannot be read or written.
+        """
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._sweep = sweep
         self._distributions = {key: _distribution(key, values) for key, values in sweep.keys.items()}
@@ -48,19 +80,13 @@ class Trials:
             os.makedirs(os.path.join(sweep.folder, _LOCKS), exist_ok=True)
         except OSError as e:
             raise ValueError(f"folder {sweep.folder} cannot be made: {e.strerror}; set another one") from e
-        direction: Literal["maximize", "minimize"] = "maximize" if sweep.mode == "max" else "minimize"
+        direction: Direction = "maximize" if sweep.mode == "max" else "minimize"
         with self._alone():
-            self.study: Study = optuna.create_study(
-                storage=JournalStorage(JournalFileBackend(os.path.join(sweep.folder, JOURNAL))),
-                study_name=STUDY,
-                direction=direction,
-                sampler=sampler,
-                pruner=pruner,
-                load_if_exists=True,
-            )
+            self.study: Study = self._opened_study(direction, sampler=sampler, pruner=pruner)
             metric = self.study.user_attrs.get(_METRIC, sweep.metric)
             if metric != sweep.metric or self.study.direction is not StudyDirection[direction.upper()]:
                 raise ValueError(f"{sweep.folder} holds a search with another metric or mode; set another folder")
+            self._check_values()
             self.study.set_user_attr(_METRIC, sweep.metric)
 
     @contextmanager
@@ -90,6 +116,34 @@ class Trials:
         trials = [trial for trial in self.study.get_trials(deepcopy=False, states=states) if trial.value is not None]
         sign = -1 if self._sweep.mode == "max" else 1
         return sorted(trials, key=lambda trial: (trial.state is TrialState.PRUNED, sign * (trial.value or 0.0)))
+
+    def all_have_failed(self) -> bool:
+        """Say whether there are trials, all of which have failed."""
+        return {trial.state for trial in self.study.get_trials(deepcopy=False)} == {TrialState.FAIL}
+
+    def _opened_study(self, direction: Direction, **options: Any) -> Study:
+        """Open the study, or make one. Raises ValueError for a journal that is damaged."""
+        journal = os.path.join(self._sweep.folder, JOURNAL)
+        try:
+            storage = JournalStorage(JournalFileBackend(journal, lock_obj=_WholeLines(journal)))
+            return optuna.create_study(
+                storage=storage, study_name=STUDY, direction=direction, load_if_exists=True, **options
+            )
+        except OSError:
+            raise
+        except Exception as e:  # Optuna raises anything for lines that it did not write
+            why = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+            raise ValueError(f"{journal} is damaged ({why}): mend it, or set another folder") from e
+
+    def _check_values(self) -> None:
+        """Raise ValueError if Optuna cannot compare the values of earlier trials with those of this search."""
+        for trial in self.study.get_trials(deepcopy=False):
+            for key in trial.distributions.keys() & self._distributions.keys():
+                try:
+                    check_distribution_compatibility(trial.distributions[key], self._distributions[key])
+                except ValueError as e:
+                    why = f"{self._sweep.folder} holds a search with other choices, or another kind of range, for {key}"
+                    raise ValueError(f"{why}; set another folder") from e
 
     def _fail_lost(self) -> None:
         replaced = self._replaced()

@@ -12,6 +12,8 @@ from pydantic import Field, ValidationError, field_validator
 from megarl.config.fields import NonEmpty, Section, Size
 from megarl.config.load import ConfigError, read_yaml
 
+SET_FOR_TRIALS = ("trainer.default_local_dir", "trainer.resume_mode")
+"""Keys that the search sets for each trial."""
 Choice = bool | int | float | str | None
 """A value that Optuna can choose: no list and no mapping."""
 
@@ -76,4 +78,4 @@ def read_sweep(path: str) -> Sweep:
 
 def overrides(values: Mapping[str, Choice]) -> list[str]:
     """Write values of keys as `key=value`."""
-    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+    return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]

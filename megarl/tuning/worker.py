@@ -16,7 +16,7 @@ from megarl.processes import STOP_SIGNALS, die_with_parent, module_command, sign
 from megarl.telemetry.lines import complete_lines
 from megarl.telemetry.sinks.jsonl import METRICS_FILE, read_row
 from megarl.tuning.study import Trials
-from megarl.tuning.sweep import Sweep, overrides
+from megarl.tuning.sweep import SET_FOR_TRIALS, Sweep, overrides
 
 POLL_SECONDS = 0.2
 MOST_FAILURES = 3
@@ -121,7 +121,7 @@ class Worker:
     def _train(self, trial: Trial, words: Sequence[str], folder: str, watched: Watched) -> tuple[int, bool]:
         """Train to the end, or until Optuna prunes the trial; returns the exit code, and whether it does."""
         command = [*module_command("megarl.cli.main"), "train", self._sweep.config, *words]
-        place = [f"trainer.default_local_dir={folder}", "trainer.resume_mode=auto"]
+        place = overrides(dict(zip(SET_FOR_TRIALS, (folder, "auto"), strict=True)))
         with open(f"{folder}.log", "ab") as log:
             run = subprocess.Popen(
                 [*command, *place],
