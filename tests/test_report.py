@@ -58,6 +58,12 @@ def test_settings_tell_what_differs(tmp_path: Path) -> None:
     assert unreadable[0].startswith("config.yaml cannot be read") and unreadable[1] == "config.yaml is not there"
 
 
+def test_a_lock_of_many_brackets_is_no_lock(tmp_path: Path) -> None:
+    run = write_folder(tmp_path / "run", steps=1)
+    (run / "lock").write_text("[" * 4096)
+    assert blocks_of(run)["starts-0"]["total"] == 0
+
+
 def test_records_of_before_and_damaged_ones(tmp_path: Path) -> None:
     run = write_folder(tmp_path / "run", steps=2)
     old = {"prompt": "1 + 1 =", "response": "zwölf", "answer": "2", "reward": None}

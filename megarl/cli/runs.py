@@ -127,10 +127,7 @@ def run_folders(folder: str, unreadable: list[str] | None = None, depth: int = D
 def read_run(folder: str) -> FoundRun:
     """Describe a run from its files."""
     config = _config(os.path.join(folder, CONFIG_FILE))
-    try:
-        holder, running = holder_of(folder)
-    except RecursionError:  # a lock file of deeply nested brackets
-        holder, running = {}, False
+    holder, running = holder_of(folder)
     trainer, model = _section(config, "trainer"), _section(config, "actor_rollout_ref", "model")
     rows = last_rows(os.path.join(folder, METRICS_FILE))
     step = next((int(x) for row in rows if _is_number(x := row.get("step")) and math.isfinite(x)), None)

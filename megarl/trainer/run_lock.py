@@ -99,7 +99,7 @@ def holder_of(run_dir: str) -> tuple[dict[str, Any], bool]:
         except OSError as e:
             is_held = e.errno in (errno.EWOULDBLOCK, errno.EACCES)
         holder: Any = {}
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, RecursionError):
             holder = json.loads(os.pread(descriptor, 4096, 0))
         return (holder if isinstance(holder, dict) else {}), is_held
     finally:
@@ -126,7 +126,7 @@ def _check_ours(descriptor: int, run_dir: str) -> None:
     status = os.fstat(descriptor)
     text = os.pread(descriptor, 4096, 0) if stat.S_ISREG(status.st_mode) else b"?"
     holder: Any = {}
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         holder = json.loads(text or b"{}") if status.st_nlink <= 1 else None
     if not isinstance(holder, dict) or (text and "pid" not in holder):
         file = os.path.join(run_dir, LOCK_FILE)
@@ -168,8 +168,7 @@ def _take(descriptor: int, kind: int, run_dir: str, *, remark: bool) -> None:
 
 
 def _in_use(run_dir: str) -> ValueError:
-    by = "by another run"
-    with suppress(OSError, ValueError, KeyError), open(os.path.join(run_dir, LOCK_FILE), encoding="utf-8") as f:
-        holder = json.load(f)
+    by, (holder, _) = "by another run", holder_of(run_dir)
+    if {"pid", "host", "since"} <= holder.keys():
         by = f"by pid {holder['pid']} on host {holder['host']} since {holder['since']}"
     return ValueError(f"{run_dir} is in use {by}: wait for it, stop it, or set trainer.default_local_dir")
