@@ -22,7 +22,7 @@ from chat_tokenizer import write_chat_tokenizer
 from ranks import Ranks
 from tiny_run import ROOT, TrainedRun, default_interrupt
 
-from megarl.cli.generate import Printed, Turn, Words, _of_row
+from megarl.cli.generate import Printed, Turn, Words, _of_row, _prompts
 from megarl.cli.main import main, parser_for
 from megarl.data.tokenizer import load_tokenizer
 from megarl.evaluation.records import read_records
@@ -167,6 +167,22 @@ def test_a_prompt_may_be_a_field_of_a_column() -> None:
     for line in ('{"q": {}}', '{"q": ["text"]}', '["q.text"]', '"q.text"', "3"):
         with pytest.raises(ValueError, match=r"rows.jsonl:1: no JSON object with the column 'q.text'"):
             _of_row(line, "rows.jsonl:1", "q.text")
+
+
+def test_a_mark_of_the_byte_order_is_no_part_of_a_prompt(tmp_path: Path) -> None:
+    parser, _ = parser_for(["generate"])
+    for name, text in (("a.txt", "1+1=\n"), ("b.jsonl", '{"prompt": "1+1="}\n')):
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+        args = parser.parse_args(["generate", "path", "--prompts", str(tmp_path / name)])
+        assert _prompts(args, "prompt") == ["1+1="]
+
+
+def test_bytes_that_are_no_text_are_refused(small: TrainedRun) -> None:
+    tokenizer = load_tokenizer(str(small.folder))
+    with pytest.raises(ValueError, match="surrogates not allowed"):
+        tokenizer.encode("1+\udc80")
+    with pytest.raises(ValueError, match=r"^a prompt or the system message is not UTF-8"):
+        Words(tokenizer, system=None, raw=False).token_ids([Turn("user", "1+\udc80")])
 
 
 def test_files_that_hold_no_prompts(small: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -167,10 +167,18 @@ class Words:
             raise ValueError(f"--system needs a chat template: {self.why_not}")
 
     def token_ids(self, turns: Sequence[Turn]) -> list[int]:
-        """Encode a conversation up to the start of the answer; without a template, encode the last message."""
+        """Encode a conversation up to the start of the answer; without a template, encode the last message.
+
+        Raises:
+            ValueError: a message holds bytes that were no UTF-8, or the template refuses the conversation.
+        """
+        messages = [{"role": turn.role, "content": turn.content} for turn in [*self._system, *turns]]
+        try:
+            "".join(message["content"] for message in messages).encode()
+        except UnicodeEncodeError as e:
+            raise ValueError("a prompt or the system message is not UTF-8: write it in UTF-8") from e
         if not self.chats:
             return self._tokenizer.encode(turns[-1].content)
-        messages = [{"role": turn.role, "content": turn.content} for turn in [*self._system, *turns]]
         return self._tokenizer.encode_chat(messages)
 
 
@@ -288,7 +296,7 @@ def _prompts(args: argparse.Namespace, column: str) -> list[str]:
     if args.prompts is None or args.prompts == "-":
         return [line.rstrip("\n") for line in sys.stdin if line.strip()]
     try:
-        with open(args.prompts, encoding="utf-8") as f:
+        with open(args.prompts, encoding="utf-8-sig") as f:
             lines = [line.rstrip("\n") for line in f]
     except (OSError, UnicodeDecodeError) as e:
         raise ValueError(f"--prompts: '{args.prompts}' cannot be read: {e}") from e

@@ -40,6 +40,7 @@ class SentencePieceTokenizer:
         return bytes(self._processor.serialized_model_proto())
 
     def encode(self, text: str) -> list[int]:
+        text.encode()  # the library does not say that half of a surrogate pair is what it cannot read
         return list(self._processor.encode(text))
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[list[int]]:
