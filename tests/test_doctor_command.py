@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from test_commands import COMMAND, ENVIRONMENT, QUICKSTART, lines_of
@@ -37,6 +38,20 @@ def test_the_doctor_where_nothing_is_installed() -> None:
     done = subprocess.run([*bare, "plan", QUICKSTART], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert re.match(r"megarl: error: the package \w+ is not installed; `megarl doctor` says how to\n", done.stderr)
+
+
+def test_a_slurm_that_does_not_answer_is_not_ok(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megarl.diagnosis.finding import State
+    from megarl.diagnosis.machine import scheduler
+
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for sinfo, state in (("exit 1", State.OPTIONAL), ("echo cpu up", State.OK)):
+        for name, text in (("sbatch", "echo slurm 24.05"), ("sinfo", sinfo)):
+            (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+            (tmp_path / name).chmod(0o755)
+        (finding,) = scheduler()
+        assert finding.state is state and "slurm 24.05" in finding.detail
 
 
 def test_versions_that_do_not_work() -> None:

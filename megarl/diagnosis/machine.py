@@ -162,7 +162,10 @@ def scheduler() -> list[Finding]:
     if job := os.environ.get("SLURM_JOB_ID"):
         return [Finding("Slurm", State.OK, f"within job {job}")]
     if shutil.which("sbatch"):
-        return [Finding("Slurm", State.OK, f"{_output('sbatch', '--version').strip()}; see slurm/train.sbatch")]
+        version = _output("sbatch", "--version").strip()
+        if not version or not _output("sinfo", "--noheader"):
+            return [Finding("Slurm", State.OPTIONAL, f"{version or 'sbatch'} names no partition", "sinfo says why")]
+        return [Finding("Slurm", State.OK, f"{version}; see slurm/train.sbatch")]
     return [Finding("Slurm", State.OPTIONAL, "not here; of use for several nodes only")]
 
 
