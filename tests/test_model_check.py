@@ -116,6 +116,8 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, capsys: pytest.Captu
         assert main(["model", "check", str(tmp_path), *words]) == 2
         err = capsys.readouterr().err
         assert reason in err and err.count("\n") == 1
+    assert main(["model", "check", str(tmp_path / "nope")]) == 2
+    assert capsys.readouterr().err.startswith(f"megarl: error: no folder at '{tmp_path}/nope', which is no name")
 
 
 def test_models_are_cut_behind_a_layer_of_each_kind() -> None:

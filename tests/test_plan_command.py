@@ -291,6 +291,9 @@ def test_an_option_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None
         main(["plan", QUICKSTART, "--gpu", "8", "--nproc", "2"])
     assert left.value.code == 2
     assert "megarl" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["plan", QUICKSTART, "--mfu", "50"])
+    assert "--mfu: '50' is more than 1; write 0.5 for 50 %" in capsys.readouterr().err
 
 
 def test_sizes() -> None:

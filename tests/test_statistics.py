@@ -259,6 +259,9 @@ def test_samples_that_are_none_are_refused(two: tuple[Finished, Finished], tmp_p
     file.write_bytes(b"")
     with pytest.raises(ValueError, match=r"holds no samples"):
         read_evaluation(str(tmp_path / "a"))
+    (tmp_path / "a" / "eval.json").write_text('{"n": 3}')
+    with pytest.raises(ValueError, match=r"is not what megarl eval writes; evaluate again$"):
+        read_evaluation(str(tmp_path / "a"))
     (tmp_path / "a" / "eval.json").write_text("[")
     with pytest.raises(ValueError, match=r"is not what megarl eval writes \(JSONDecodeError\); evaluate again$"):
         read_evaluation(str(tmp_path / "a"))

@@ -53,6 +53,8 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     if args.layers is not None and args.layers < 1:
         raise ValueError(f"--layers {args.layers} must be 1 or more")
     folder = local_folder(args.folder, Wanted.CONFIG if args.random_init else Wanted.WEIGHTS)
+    if not os.path.isdir(folder):
+        raise ValueError(f"no folder at '{args.folder}', which is no name of a model of the Hub (owner/name) either")
     refuse_remote_code(folder)
     has_weights = any(os.path.isfile(os.path.join(folder, name)) for name in (SINGLE, INDEX))
     if not has_weights and not args.random_init:

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--network-rate", type=bytes_of, help="bytes/s per GPU from another node, such as 50GB")
     parser.add_argument("--tflops", type=positive, help="peak of dense matrix products in the model's dtype")
     reached = f"share of that peak which training reaches; default {H200.mfu}, of mixtures {H200.mixture_mfu}"
-    parser.add_argument("--mfu", type=positive, help=reached)
+    parser.add_argument("--mfu", type=share, help=reached)
     parser.add_argument("--prompt-tokens", type=positive, help="mean; default data.max_prompt_length")
     parser.add_argument("--response-tokens", type=positive, help="mean; default data.max_response_length")
 
@@ -137,6 +137,14 @@ def positive(text: str) -> float:
         number = math.nan
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"'{text}' is no number above 0")
+    return number
+
+
+def share(text: str) -> float:
+    """Parse a number above 0 that is 1 at most. Raises ArgumentTypeError for other texts."""
+    number = positive(text)
+    if number > 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is more than 1; write 0.5 for 50 %")
     return number
 
 

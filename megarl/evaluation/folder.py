@@ -106,7 +106,7 @@ def read_evaluation(folder: str) -> Finished:
             values = json.load(f)
     except (OSError, ValueError, RecursionError) as e:
         raise ValueError(f"'{file}' is not what megarl eval writes ({type(e).__name__}); evaluate again") from e
-    if not isinstance(values, dict):
+    if not isinstance(values, dict) or not {"all", "sources"} <= values.keys():
         raise ValueError(f"'{file}' is not what megarl eval writes; evaluate again")
     settings = {name: value for name, value in values.items() if name not in ("all", "sources")}
     return Finished(folder=folder, settings=settings, records=read_records(os.path.join(folder, SAMPLES_FILE)))
