@@ -90,7 +90,8 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     file.write_text("mine")
     for place in (file, file / "below" / "it"):
         assert refusal(TrainerConfig(default_local_dir=str(place))) == (
-            f"the run folder {place} cannot be made: {file} is a file; set trainer.default_local_dir"
+            f"the run folder {place} cannot be made: {file} is a file; "
+            f"set trainer.default_local_dir, or an evaluation's --out"
         )
     assert f"the disk of the run folder {tmp_path / 'x'} has " in refusal(
         TrainerConfig(default_local_dir=str(tmp_path / "x")), room=2**60
@@ -119,9 +120,10 @@ for place in sys.argv[1:]:
         said = subprocess.check_output(command, cwd=ROOT, text=True).splitlines()
     finally:
         os.rmdir(folder)
+    cure = "set trainer.default_local_dir, or an evaluation's --out"
     assert said == [
-        f"the run folder {folder} cannot be written; set trainer.default_local_dir",
-        f"the run folder {folder}/run, in {folder}, cannot be written; set trainer.default_local_dir",
+        f"the run folder {folder} cannot be written; {cure}",
+        f"the run folder {folder}/run, in {folder}, cannot be written; {cure}",
     ]
 
 
@@ -155,13 +157,13 @@ def test_an_earlier_checkpoint_does_not_overtake_later_ones(tmp_path: Path) -> N
     check_run_folder(TrainerConfig(default_local_dir=str(tmp_path / "new"), resume_mode="resume_path"), folders[20])
 
 
-@pytest.mark.parametrize("target", ["a link to a file", "a link to nothing", "another file", "a pipe"])
+@pytest.mark.parametrize("target", ["a link to a file", "a link to nothing", "another file", "a pipe", "nested"])
 def test_a_lock_that_is_none_is_refused_and_nothing_overwritten(tmp_path: Path, target: str) -> None:
     precious, run = tmp_path / "precious", tmp_path / "run"
     run.mkdir()
     text = json.dumps({"pid": 1})
-    if target == "another file":
-        text = "of somebody"
+    if target in ("another file", "nested"):
+        text = "of somebody" if target == "another file" else "[" * 4096
         (run / "lock").write_text(text)
     elif target == "a pipe":
         os.mkfifo(run / "lock")
@@ -174,7 +176,7 @@ def test_a_lock_that_is_none_is_refused_and_nothing_overwritten(tmp_path: Path, 
     check_free(str(run))
     if target == "a link to a file":
         assert precious.read_text() == text
-    elif target == "another file":
+    elif target in ("another file", "nested"):
         assert (run / "lock").read_text() == text
     else:
         assert not precious.exists()

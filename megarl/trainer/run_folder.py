@@ -10,6 +10,7 @@ from megarl.telemetry.sinks.jsonl import METRICS_FILE
 from megarl.trainer.run_lock import LOCK_FILE
 
 ROOM = 16 * 2**20  # bytes: metrics and samples of a short run; what checkpoints need is far more
+_ELSEWHERE = "set trainer.default_local_dir, or an evaluation's --out"
 _RESULTS = ("checkpoints", METRICS_FILE, "rollouts", "tensorboard", "validation", "eval.json")
 
 
@@ -93,13 +94,13 @@ def _check_place(run_dir: str, room: int) -> None:
     where = run_dir if place == os.path.abspath(run_dir) else f"{run_dir}, in {place},"
     if not os.path.isdir(place):
         what = "a link to a folder that is not there" if os.path.islink(place) else "a file"
-        raise ValueError(f"the run folder {run_dir} cannot be made: {place} is {what}; set trainer.default_local_dir")
+        raise ValueError(f"the run folder {run_dir} cannot be made: {place} is {what}; {_ELSEWHERE}")
     if not os.access(place, os.W_OK | os.X_OK):
-        raise ValueError(f"the run folder {where} cannot be written; set trainer.default_local_dir")
+        raise ValueError(f"the run folder {where} cannot be written; {_ELSEWHERE}")
     disk = os.statvfs(place)
     free = disk.f_bavail * disk.f_frsize
     if free < room or (disk.f_files and not disk.f_favail):
         raise ValueError(
             f"the disk of the run folder {run_dir} has {free / 2**20:.0f} MiB and {disk.f_favail} files left; make "
-            f"room, or set trainer.default_local_dir"
+            f"room, or {_ELSEWHERE}"
         )
