@@ -169,12 +169,14 @@ def test_a_prompt_may_be_a_field_of_a_column() -> None:
             _of_row(line, "rows.jsonl:1", "q.text")
 
 
-def test_a_mark_of_the_byte_order_is_no_part_of_a_prompt(tmp_path: Path) -> None:
+def test_a_mark_of_the_byte_order_is_no_part_of_a_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parser, _ = parser_for(["generate"])
     for name, text in (("a.txt", "1+1=\n"), ("b.jsonl", '{"prompt": "1+1="}\n')):
         (tmp_path / name).write_text(text, encoding="utf-8-sig")
         args = parser.parse_args(["generate", "path", "--prompts", str(tmp_path / name)])
         assert _prompts(args, "prompt") == ["1+1="]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeff1+1=\n"))
+    assert _prompts(parser.parse_args(["generate", "path"]), "prompt") == ["1+1="]
 
 
 def test_bytes_that_are_no_text_are_refused(small: TrainedRun) -> None:

@@ -19,6 +19,7 @@ import yaml
 from tiny_run import ROOT, write_run
 
 from megarl.cli.main import main
+from megarl.config import load_config
 
 optuna = pytest.importorskip("optuna")
 
@@ -131,6 +132,8 @@ def test_ranges_of_whole_numbers_are_whole(tmp_path: Path) -> None:
         assert trial is not None
         assert trial.params["a"] in (1, 5, 9) and type(trial.params["a"]) is int
         assert type(trial.params["b"]) is float
+    place = {"trainer.default_local_dir": "a: b 🙂"}
+    assert load_config(None, overrides(place)).trainer.default_local_dir == "a: b 🙂"
     assert overrides({"c": "x: y", "d": None, "e": True, "f": 1e-6}) == ['c="x: y"', "d=null", "e=true", "f=1e-06"]
 
 

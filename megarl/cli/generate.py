@@ -294,7 +294,7 @@ def _prompts(args: argparse.Namespace, column: str) -> list[str]:
     if args.prompt is not None:
         return [args.prompt]
     if args.prompts is None or args.prompts == "-":
-        return [line.rstrip("\n") for line in sys.stdin if line.strip()]
+        return [line.rstrip("\n").removeprefix("\ufeff") for line in sys.stdin if line.strip()]
     try:
         with open(args.prompts, encoding="utf-8-sig") as f:
             lines = [line.rstrip("\n") for line in f]
