@@ -16,6 +16,7 @@ from megarl.config import Config, ConfigError, load_config
 from megarl.config.load import with_launched_ranks, with_values
 from megarl.debugging import hush_dependencies
 from megarl.flow_kinds import FLOWS
+from megarl.own_code import check_runs, name_of
 from megarl.parallel.cpu import enable_cpu_ranks
 from megarl.rewards import Reward, RewardFunction
 from megarl.trainer.admission.checks import check_run
@@ -67,6 +68,8 @@ def train(
         given = Reward(name=_name(reward), function=reward)
         chosen = with_values(chosen, "reward", name=given.name)
     last: deque[Mapping[str, float]] = deque(maxlen=1)
+    for callback in callbacks:
+        check_runs(callback, f"the callback {name_of(callback)}")
     listeners = [*callbacks, lambda loop, step, row: last.append(row)]
     launched, stop = "RANK" in os.environ, StopRequest(int(os.environ.get("RANK", "0")))
     if launched:

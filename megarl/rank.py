@@ -16,6 +16,7 @@ from megarl.config.refusal import is_refusal
 from megarl.config.secrets import hide
 from megarl.debugging import debugging, follow_environment, hush_dependencies
 from megarl.endings import ExitCode, note_phase
+from megarl.own_code import OwnCodeError
 from megarl.plain import plain
 from megarl.processes import die_with_parent, end_now
 from megarl.telemetry.console import go_on_without
@@ -116,7 +117,7 @@ def _failed(error: BaseException, rank: int, stop: StopRequest) -> int:
         text = f"rank {rank} lost its connection to another rank, which has failed or is gone ({reason[:200]})"
     elif isinstance(error, Stalled):
         text = str(error)
-    elif isinstance(error, RowRefused):  # one rank need say it
+    elif isinstance(error, RowRefused | OwnCodeError):  # one rank need say it
         time.sleep(SECOND_VOICE_SECONDS if rank else 0.0)
         text = f"rank {rank} failed: {error}"
     elif isinstance(error, RowsChanged | RewardError | OutOfMemory):  # its text says all, and our frames nothing

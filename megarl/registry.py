@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, Generic, TypeVar, cast
 
-from megarl.own_code import torch_as_before
+from megarl.own_code import check_runs, in_a_line, torch_as_before
 
 T = TypeVar("T")
 
@@ -22,6 +22,9 @@ class Registry(Generic[T]):
     """Holds the functions or classes that one configuration key can name.
 
     A value of the key is a registered name, or `path/to/file.py:name`.
+
+    Attributes:
+        key: the configuration key, "reward.name", as messages call it.
     """
 
     def __init__(
@@ -32,16 +35,18 @@ class Registry(Generic[T]):
         lazy: Mapping[str, str] | None = None,
         package: str | None = None,
         attribute: str | None = None,
+        awaits: bool = False,
     ) -> None:
         """
         Args:
-            key: the configuration key, "reward.name", as refusals call it.
+            key: see the class.
             noun: what it names: "function" or "class".
             lazy: registered name -> "module:attribute", imported when the name is loaded.
             package: every module of it is a name too, for the attribute of the same name in it.
             attribute: that attribute's name, where it is the same in all modules.
+            awaits: whether an `async def` may be named.
         """
-        self._key, self._noun = key, noun
+        self.key, self._noun, self._awaits = key, noun, awaits
         self._lazy = dict(lazy or {})
         if package is not None:
             self._lazy |= {name: f"{package}.{name}:{attribute or name}" for name in _modules(package)}
@@ -51,14 +56,15 @@ class Registry(Generic[T]):
         """Return a decorator that makes a function or class known under a name."""
 
         def add(thing: T) -> T:
-            assert name not in self.names(), f"{self._key} = {name!r} is registered twice"
+            assert name not in self.names(), f"{self.key} = {name!r} is registered twice"
             self._registered[name] = thing
             return thing
 
         return add
 
     def add(self, name: str, thing: T) -> None:
-        """Make a function or class known under a name of its own, in this process."""
+        """Make a function or class known under a name of its own, in this process; raises ValueError as `load`."""
+        self._check_runs(thing, name)
         self._registered[name] = thing
 
     def names(self) -> list[str]:
@@ -75,7 +81,7 @@ class Registry(Generic[T]):
 
         Raises:
             ValueError: unknown name (the known ones are listed, nearest first), no such file, a file without such a
-                function or class, or one that fails when it is imported.
+                function or class, one that fails when it is imported, or an `async def` that nothing awaits.
         """
         if value in self._registered:
             return self._registered[value]
@@ -89,24 +95,28 @@ class Registry(Generic[T]):
         near = difflib.get_close_matches(value, names, n=max(len(names), 1), cutoff=0.4)
         known = "".join(f"{name}, " for name in [*near, *(name for name in names if name not in near)])
         known += "or " if names else ""
-        raise ValueError(f"{self._key} = {value!r} is not known; use {known}path/to/file.py:{self._noun}")
+        raise ValueError(f"{self.key} = {value!r} is not known; use {known}path/to/file.py:{self._noun}")
 
     def _from_file(self, path: str, name: str) -> T:
         if not os.path.isfile(path):
-            raise ValueError(f"{self._key}: no file at {path!r}")
+            raise ValueError(f"{self.key}: no file at {path!r}")
         try:
             module = _import_file(path)
         except (Exception, SystemExit) as e:  # a user's file can fail in any way
-            reason = " ".join(f"{type(e).__name__}: {e}".split())
-            raise ValueError(f"{self._key}: importing {path!r} failed: {reason}") from e
+            raise ValueError(f"{self.key}: importing {path!r} failed: {in_a_line(e)}") from e
         thing = getattr(module, name, None)
         if not callable(thing):
             public = {key: value for key, value in vars(module).items() if not key.startswith("_") and callable(value)}
             defined = [key for key, value in public.items() if getattr(value, "__module__", None) == module.__name__]
             raise ValueError(
-                f"{self._key}: {path!r} has no {self._noun} {name!r}; it has {', '.join(defined) or 'none'}"
+                f"{self.key}: {path!r} has no {self._noun} {name!r}; it has {', '.join(defined) or 'none'}"
             )
+        self._check_runs(thing, f"{path}:{name}")
         return cast(T, thing)
+
+    def _check_runs(self, thing: Any, name: str) -> None:
+        if not self._awaits:
+            check_runs(thing, f"{self.key} = {name}")
 
 
 def _modules(package: str) -> list[str]:

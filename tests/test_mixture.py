@@ -138,6 +138,7 @@ def test_an_order_of_ones_own(tmp_path: Path) -> None:
         "def short(epoch, rows): return [0]\n"
         "def twice(epoch, rows): return [0] * len(rows)\n"
         "def fails(epoch, rows): return rows[len(rows)]['id']\n"
+        "def leaves(epoch, rows): raise SystemExit(0)\n"
     )
     config = str(write_run(tmp_path))
     inputs = check_run(load_config(config, [f"data.curriculum={code}:order"]))
@@ -149,6 +150,7 @@ def test_an_order_of_ones_own(tmp_path: Path) -> None:
         ("short", "must give every position from 0 to 4 once for epoch 0"),
         ("twice", "must give every position from 0 to 4 once for epoch 0"),
         ("fails", "failed for epoch 0: IndexError: list index out of range"),
+        ("leaves", "failed for epoch 0: SystemExit: 0"),
     ):
         message = refusal(lambda name=name: as_asked(f"{code}:{name}", rows)(0, np.arange(5)))  # type: ignore[misc]
         assert message.endswith(said)

@@ -310,6 +310,8 @@ def test_a_source_of_ones_own(tmp_path: Path, tokenizer: str, monkeypatch: pytes
         "    def __len__(self): return 7\n"
         "    def __getitem__(self, i): return {'prompt': str(i), 'data_source': 'own'}\n"
         "def fails():\n    yield {'prompt': '1'}\n    raise KeyError('x')\n"
+        "def leaves(): raise SystemExit(0)\n"
+        "def keep(row): raise SystemExit(0)\n"
         "def texts(): return ['1']\n"
         "def sets(): return [{'prompt': '1', 'x': {1}}]\n"
         "def nothing(): return None\n"
@@ -330,6 +332,9 @@ def test_a_source_of_ones_own(tmp_path: Path, tokenizer: str, monkeypatch: pytes
     assert [p.data_source for p in of("Indexed")] == ["own"] * 7
     where = f"data.source: {code}"
     assert refusal(lambda: of("fails")) == f"data.source = {code}:fails failed after 1 rows: KeyError: 'x'"
+    assert refusal(lambda: of("leaves")) == f"data.source = {code}:leaves failed after 0 rows: SystemExit: 0"
+    kept = refusal(lambda: read(tokenizer, [], source=f"{code}:Indexed", filter=f"{code}:keep"))
+    assert kept.endswith(f"data.filter = {code}:keep failed: SystemExit: 0")
     assert refusal(lambda: of("texts")) == f"{where}:texts:1 must be a mapping of columns, not str"
     assert refusal(lambda: of("sets")).startswith(f"{where}:sets:1 cannot be written as JSON")
     assert refusal(lambda: of("nothing")).endswith("TypeError: it gives NoneType, no rows")

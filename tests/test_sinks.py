@@ -341,6 +341,11 @@ class Closed:
     def __init__(self, run_dir, first_step, say):
         raise OSError("no such host")
 
+class Waits:
+    def __init__(self, run_dir, first_step, say): ...
+    async def log(self, step, metrics): ...
+    def close(self): ...
+
 class Raising:
     def __init__(self, run_dir, first_step, say):
         self.rows = 0
@@ -356,7 +361,7 @@ class Raising:
 
 def test_a_sink_that_raises_is_named_once_and_stops_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "sinks.py").write_text(RAISING)
-    names = [f"{tmp_path / 'sinks.py'}:{name}" for name in ("Closed", "Raising")]
+    names = [f"{tmp_path / 'sinks.py'}:{name}" for name in ("Closed", "Raising", "Waits")]
     config = build_config({"trainer": {"default_local_dir": str(tmp_path), "logger": [*names, "jsonl"]}})
     inputs: Any = SimpleNamespace(config=config)
     report = Report(inputs, rank=0, first_step=None)
@@ -368,7 +373,9 @@ def test_a_sink_that_raises_is_named_once_and_stops_nothing(tmp_path: Path, caps
     report.close()
     said = capsys.readouterr().err.splitlines()
     assert [line for line in said if "cannot be opened" in line] == [
-        f"megarl: warning: trainer.logger={names[0]} cannot be opened, and gets nothing: OSError: no such host"
+        f"megarl: warning: trainer.logger={names[0]} cannot be opened, and gets nothing: OSError: no such host",
+        f"megarl: warning: trainer.logger={names[2]} cannot be opened, and gets nothing: OwnCodeError: its method log "
+        "is an async def, which nothing would await: make it a def",
     ] * 2  # again after the run has gone back
     first = "Raising of trainer.logger failed at metrics of step 1: OSError: disk of the server full; the run goes on"
     assert said.count(f"megarl: warning: {first}") == 1

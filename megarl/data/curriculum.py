@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from megarl.data.row_files import RowRefused
+from megarl.own_code import in_a_line
 from megarl.registry import Registry
 
 Order = Callable[[int, Any], Any]
@@ -38,9 +39,8 @@ def as_asked(name: str, rows: Sequence[Mapping[str, Any]]) -> Order:
     def order(epoch: int, usual: Any) -> Any:
         try:
             given = np.asarray(function(epoch, rows))
-        except Exception as e:  # a user's function fails as it likes
-            reason = " ".join(f"{type(e).__name__}: {e}".split())[:200]
-            raise RowRefused(f"data.curriculum = {name} failed for epoch {epoch}: {reason}") from e
+        except (Exception, SystemExit) as e:  # a user's function fails as it likes
+            raise RowRefused(f"data.curriculum = {name} failed for epoch {epoch}: {in_a_line(e)}") from e
         integers = given.ndim == 1 and np.issubdtype(given.dtype, np.integer)
         if not integers or not np.array_equal(np.sort(given), np.arange(len(rows))):
             raise RowRefused(

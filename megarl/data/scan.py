@@ -30,6 +30,7 @@ from megarl.data.messages import strings_in, without_nulls
 from megarl.data.readers import BATCH_ROWS, Row, has, parse, require_column, value_at, value_or_none
 from megarl.data.source import source_version
 from megarl.data.tokenizer import Tokenizer
+from megarl.own_code import in_a_line
 from megarl.registry import Registry
 from megarl.rewards.parts import Scorers, refusal_of
 
@@ -115,9 +116,8 @@ class Scan:
         def keep(row: Row) -> bool:
             try:
                 return bool(function(with_answer(row.columns, self.data.answer_key)))
-            except Exception as e:  # a user's function fails as it likes
-                reason = " ".join(f"{type(e).__name__}: {e}".split())[:200]
-                raise ValueError(f"{row.source}: data.filter = {name} failed: {reason}") from e
+            except (Exception, SystemExit) as e:  # a user's function fails as it likes
+                raise ValueError(f"{row.source}: data.filter = {name} failed: {in_a_line(e)}") from e
 
         return keep
 

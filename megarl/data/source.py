@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megarl.own_code import in_a_line
 from megarl.registry import Registry
 
 _SOURCES: Registry[Callable[[], Any]] = Registry("data.source", "function")
@@ -31,9 +32,8 @@ def spool(name: str, path: Path, what: str, progress: Callable[[], None]) -> Non
                 row = next(rows)
             except StopIteration:
                 return
-            except Exception as e:  # a user's code fails as it likes
-                reason = " ".join(f"{type(e).__name__}: {e}".split())[:200]
-                raise ValueError(f"{what} = {name} failed after {number} rows: {reason}") from e
+            except (Exception, SystemExit) as e:  # a user's code fails as it likes
+                raise ValueError(f"{what} = {name} failed after {number} rows: {in_a_line(e)}") from e
             number += 1
             f.write(_line(row, f"{name}:{number}", what) + "\n")
             if number % 10_000 == 0:

@@ -27,7 +27,7 @@ from megarl.workers.channel import read_message, write_message
 Agent = Callable[[str, dict[str, Any]], Awaitable[float | None]]
 """(base_url, row) -> the episode's reward; None: the reward function scores the episode."""
 
-AGENTS: Registry[Agent] = Registry("environment.agent", "function")
+AGENTS: Registry[Agent] = Registry("environment.agent", "function", awaits=True)
 
 NO_AGENT, READY = -1, -2
 """Numbers of the first result of a process: it could not import the agent, or it could."""

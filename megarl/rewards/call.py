@@ -82,11 +82,6 @@ def _then(value: Any, turn: Callable[[Any], Any]) -> Any:
     return later() if inspect.isawaitable(value) else turn(value)
 
 
-def is_async(function: RewardFunction) -> bool:
-    """Tell whether a function is an `async def`, or an object whose `__call__` is one."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
-
-
 def takes_lists(function: RewardFunction) -> bool | None:
     """Tell whether a function of verl's signature takes lists; None for any other function."""
     names = names_of(parameters_of(function))

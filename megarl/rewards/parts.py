@@ -10,7 +10,8 @@ from functools import cache, partial
 from typing import Any, Literal
 
 from megarl.config.reward import BY_MODEL, RewardConfig
-from megarl.rewards.call import check_arguments, is_async, takes_lists
+from megarl.own_code import is_async
+from megarl.rewards.call import check_arguments, takes_lists
 from megarl.rewards.registry import Reward, RowCheck, is_registered, load_reward
 from megarl.rewards.results import CallResult, Failure, NoScore, Scored, finite, shown
 from megarl.workers.frames import cut

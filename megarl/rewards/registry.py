@@ -55,7 +55,7 @@ class Reward:
         return self.function(response, row, **arguments)
 
 
-_FUNCTIONS: Registry[RewardFunction] = Registry("reward.name", "function")
+_FUNCTIONS: Registry[RewardFunction] = Registry("reward.name", "function", awaits=True)
 _CHECKS: dict[str, dict[str, Any]] = {}
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
 from megarl.config import Config
+from megarl.own_code import check_runs, in_a_line
 from megarl.registry import Registry
 from megarl.telemetry.lines import Say
 from megarl.telemetry.sinks.sink import Sink
@@ -72,14 +73,11 @@ def open_sinks(
         make = SINKS.load(name)
         arguments = (config or Config(),) if getattr(make, "configured", False) else ()
         try:
-            sinks.append(make(run_dir, keep_below, say, *arguments))
+            sink = make(run_dir, keep_below, say, *arguments)
+            check_runs(sink.log, "its method log")
+            sinks.append(sink)
         except Exception as e:  # a user's class, or a library, can fail in any way
             if name in FILES:
                 raise
-            say(f"trainer.logger={name} cannot be opened, and gets nothing: {described(e)}")
+            say(f"trainer.logger={name} cannot be opened, and gets nothing: {in_a_line(e)}")
     return sinks
-
-
-def described(error: BaseException) -> str:
-    """Write an exception's type and message in one line of at most 300 characters."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -15,10 +15,10 @@ from megarl.config.load import CONFIG_FILE
 from megarl.data.pieces import Pieces
 from megarl.evaluation.records import Record, write_records
 from megarl.flow_kinds import trains
-from megarl.own_code import torch_as_before
+from megarl.own_code import in_a_line, torch_as_before
 from megarl.telemetry.progress import Counting, Progress, print_table
 from megarl.telemetry.samples import write_samples
-from megarl.telemetry.sinks import FILES, SINKS, Sink, described, open_sinks
+from megarl.telemetry.sinks import FILES, SINKS, Sink, open_sinks
 from megarl.telemetry.sinks.sink import TakesArtifacts, TakesRollouts
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.records.shown_rollouts import ShownRollouts
@@ -228,7 +228,7 @@ class Report:
             try:
                 sink.close()
             except Exception as e:
-                self.warn(f"metrics are lost: {e if isinstance(e, OSError) else described(e)}")
+                self.warn(f"metrics are lost: {e if isinstance(e, OSError) else in_a_line(e)}")
         self._sinks = [sink for sink in self._sinks if sink not in sinks]
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -253,7 +253,7 @@ class Report:
             if isinstance(e, OSError) and isinstance(sink, self._files):
                 self.warn(f"{what} and later ones wait until they can be written: {e}")
             else:
-                self.warn(f"{type(sink).__name__} of trainer.logger failed at {what}: {described(e)}; the run goes on")
+                self.warn(f"{type(sink).__name__} of trainer.logger failed at {what}: {in_a_line(e)}; the run goes on")
         else:
             if isinstance(sink, self._files):
                 self._failing.discard(sink)
