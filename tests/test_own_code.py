@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ranks import Ranks
+from run_cases import run_here
+from tiny_run import write_run
 from training_cases import fixed_batch
 
+import megarl
 from megarl.algorithms.advantages import compute_advantages
 from megarl.algorithms.loss import LossInput, LossOutput, Metric, Sum
 from megarl.algorithms.registry import ESTIMATORS
+from megarl.config import load_config
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.reward import RewardConfig
 from megarl.registry import Registry
@@ -20,6 +26,7 @@ from megarl.rewards.in_rank import InRank
 from megarl.rewards.parts import Part
 from megarl.rewards.registry import Reward
 from megarl.rewards.results import Response, Scored
+from megarl.trainer.admission.checks import check_run
 from megarl.types import Batch, Prompt
 
 
@@ -74,25 +81,79 @@ def _loss_of(out: Any) -> LossOutput:
     def mine(x: LossInput) -> Any:
         return out
 
-    x: Any = None
-    return Sum(mine)(x)
+    return Sum(mine)(LossInput(output=torch.ones(2, requires_grad=True), weights=torch.ones(2)))
 
 
 def test_a_loss_that_returns_something_else_is_named() -> None:
+    trained = torch.ones((), requires_grad=True)
     wrong = [
         None,
         torch.ones(()),
         LossOutput(loss=torch.ones(2)),
         LossOutput(loss=1.0),  # type: ignore[arg-type]
-        LossOutput(loss=torch.ones(()), metrics={"mine": 1.0}),  # type: ignore[dict-item]
+        LossOutput(loss=trained, metrics={"mine": 1.0}),  # type: ignore[dict-item]
+        LossOutput(loss=trained, metrics={"mine": Metric(value=torch.ones(2))}),
+        LossOutput(loss=trained, metrics=[]),  # type: ignore[arg-type]
     ]
     for out in wrong:
         with pytest.raises(
             ValueError, match=r"^the loss _loss_of\.<locals>\.mine must return a LossOutput of a scalar"
         ):
             _loss_of(out)
-    right = LossOutput(loss=torch.ones(()), metrics={"mine": Metric(value=torch.ones(()))})
+    for loss, wanted in (
+        (trained.detach(), r"mine returned a loss without gradient; compute it from x\.output, without"),
+        (trained.to("meta"), r"mine returned a loss on meta; compute it from x\.output, on cpu$"),
+    ):
+        with pytest.raises(ValueError, match=wanted):
+            _loss_of(LossOutput(loss=loss))
+    right = LossOutput(loss=trained, metrics={"mine": Metric(value=torch.ones(()))})
     assert _loss_of(right).loss == 1
+
+
+PREFERENCES = """
+import megarl, torch
+def of(out):
+    def mine(x):
+        torch.set_grad_enabled(False)
+        return out(x)
+    mine.scope = "pair"
+    return lambda preference: mine
+number, detached = of(lambda x: 0.5), of(lambda x: megarl.LossOutput(loss=x.output.sum().detach()))
+none = lambda preference: None
+"""
+
+
+def test_a_preference_loss_that_returns_something_else_is_named(ranks: Ranks, tmp_path: Path) -> None:
+    config = str(write_run(tmp_path, trainer__flow="preference", trainer__val_before_train=False))
+    for name in ("train", "val"):
+        rows = [{"prompt": "1+1=", "chosen": "2", "rejected": "3"}] * 16
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "mine.py").write_text(PREFERENCES)
+    for name, wanted in {
+        "number": "the loss of.<locals>.mine must return a LossOutput of a scalar tensor and of Metrics, not 0.5",
+        "detached": "the loss of.<locals>.mine returned a loss without gradient; compute it from x.output",
+        "none": f"what algorithm.preference.loss_mode = {tmp_path}/mine.py:none returns is no function",
+    }.items():
+        run_dir = f"trainer.default_local_dir={tmp_path / name}"
+        words = [f"algorithm.preference.loss_mode={tmp_path}/mine.py:{name}", run_dir]
+        ended, said = ranks.run(1, run_here, config, words)[0]
+        assert ended.startswith(f"refused: {wanted}"), ended + said
+
+
+def test_an_async_def_that_nothing_awaits_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("async def mine(*args): pass\n")
+    config = str(write_run(tmp_path))
+    for key in ("algorithm.adv_estimator", "data.filter", "data.curriculum"):
+        with pytest.raises(ValueError, match=rf"^{key} = .*mine\.py:mine is an async def, which nothing would await"):
+            check_run(load_config(config, [f"{key}={tmp_path}/mine.py:mine"]))
+
+    async def tell(*args: Any) -> None: ...
+
+    with pytest.raises(ValueError, match=r"^the callback .*tell is an async def, which nothing would await: make"):
+        megarl.train(config, callbacks=[tell])
+    with pytest.raises(ValueError, match=r"^trainer\.flow = .*tell is an async def, which nothing would await: make"):
+        megarl.train(config, flow=tell)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_row_that_a_closure_changes_is_whole_for_the_next_response() -> None:

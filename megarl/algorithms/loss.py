@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from numbers import Real
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
+from megarl.own_code import OwnCodeError, name_of, torch_as_before
 from megarl.types import Batch
 
 Scope = Literal["token", "sequence", "pair"]
@@ -119,6 +121,7 @@ columns: names of the fields of `Batch`, and of own columns (`Batch.with_columns
     are in `LossInput.columns`.
 scope: a `Scope`; "token" by default.
 prepare: (batch, sequences of the mini-batch) -> the batch with columns that depend on the whole mini-batch.
+reports: true if it may have no gradient, since it is there for its metrics.
 """
 
 
@@ -161,15 +164,36 @@ def _prepares(loss: Loss) -> bool:
     return any(map(_prepares, loss.parts)) if isinstance(loss, Sum) else hasattr(loss, "prepare")
 
 
-def _checked(out: Any, loss: Loss) -> LossOutput:
-    """Raise ValueError, naming the loss, unless it returned what it has to."""
+def computed(loss: Loss, x: LossInput) -> LossOutput:
+    """Call a loss.
+
+    Raises:
+        OwnCodeError: it returned something else than a loss that can be differentiated; names the loss.
+    """
+    with torch_as_before():
+        out: Any = loss(x)
     right = isinstance(out, LossOutput) and isinstance(out.loss, Tensor) and out.loss.ndim == 0
-    if not right or any(not isinstance(metric, Metric) for metric in out.metrics.values()):
-        name = getattr(loss, "__qualname__", type(loss).__qualname__)
-        raise ValueError(
-            f"the loss {name} must return a LossOutput of a scalar tensor and of Metrics, not {out!r:.200}"
+    if not right or not isinstance(out.metrics, Mapping) or not all(map(_is_metric, out.metrics.values())):
+        text = " ".join(f"{out!r}".split())[:200]
+        raise OwnCodeError(
+            f"the loss {name_of(loss)} must return a LossOutput of a scalar tensor and of Metrics, not {text}"
+        )
+    if out.loss.device != x.output.device:
+        raise OwnCodeError(
+            f"the loss {name_of(loss)} returned a loss on {out.loss.device}; compute it from x.output, on "
+            f"{x.output.device}"
+        )
+    if x.output.requires_grad and not out.loss.requires_grad and not getattr(loss, "reports", False):
+        raise OwnCodeError(
+            f"the loss {name_of(loss)} returned a loss without gradient; compute it from x.output, without detach()"
         )
     return cast(LossOutput, out)
+
+
+def _is_metric(metric: Any) -> bool:
+    if not isinstance(metric, Metric) or metric.reduce not in get_args(Reduce):
+        return False
+    return isinstance(metric.value, Real) or (isinstance(metric.value, Tensor) and metric.value.ndim == 0)
 
 
 class Sum:
@@ -187,7 +211,7 @@ class Sum:
         return batch
 
     def __call__(self, x: LossInput) -> LossOutput:
-        outputs = [_checked(part(x), part) for part in self.parts]
+        outputs = [computed(part, x) for part in self.parts]
         metrics: dict[str, Metric] = {}
         for out in outputs:
             metrics |= out.metrics

@@ -13,6 +13,8 @@ from megarl.algorithms.loss import LossInput, LossOutput, Metric
 class Entropy:
     """Computes minus the entropy of the next-token distribution, to keep entropy up (arXiv 1602.01783, section 4)."""
 
+    reports: ClassVar = True
+
     coeff: float
 
     def __call__(self, x: LossInput) -> LossOutput:
@@ -31,6 +33,7 @@ class KlToReference:
     """
 
     columns: ClassVar = ("ref_logp",)
+    reports: ClassVar = True
 
     coef: float
     kind: KlLoss

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
-from megarl.algorithms.loss import Loss, LossInput, LossOutput, scope_of
+from megarl.algorithms.loss import Loss, LossInput, LossOutput, computed, scope_of
 from megarl.models.logprobs import VocabShard, token_log_probs, token_loss
 from megarl.models.microbatch import MicroBatch, Repeated
 
@@ -73,7 +73,7 @@ class LMHead:
             outputs[part] = logp.detach()
             values = {name: column[part] for name, column in columns.items()}
             x = LossInput(output=logp, entropy=entropy, weights=values.pop("weights"), columns=values)
-            losses.append(loss(x.weighted()))
+            losses.append(computed(loss, x.weighted()))
             return losses[-1].loss
 
         states = _states(hidden, micro.predictors, micro.repeated)
@@ -119,7 +119,7 @@ def _whole(
         output = part.gathered(output, where, len(weights))
         entropy = None if entropy is None else part.gathered(entropy, where, len(weights))
     x = LossInput(output=output, entropy=entropy, weights=weights, columns=columns, lengths=micro.trained)
-    out = loss(x.weighted())
+    out = computed(loss, x.weighted())
     reported = [out] if part is None or part.is_first else []
     places = micro.index if per == "token" else micro.sequences
     return out.loss, Passed(losses=reported, outputs=own, places=places)

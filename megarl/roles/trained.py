@@ -16,7 +16,17 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from megarl.algorithms.aggregation import token_weights
-from megarl.algorithms.loss import Loss, LossInput, LossOutput, Metric, Reduce, columns_for, prepared, scope_of
+from megarl.algorithms.loss import (
+    Loss,
+    LossInput,
+    LossOutput,
+    Metric,
+    Reduce,
+    columns_for,
+    computed,
+    prepared,
+    scope_of,
+)
 from megarl.config.fields import LossAggMode
 from megarl.config.policy import BatchingConfig, MegatronConfig, ModelConfig, OptimConfig
 from megarl.models.architecture import Architecture
@@ -152,7 +162,7 @@ class TrainedModel(MegatronModel):
             lengths=batch.own_response_lengths,
         )
         owners = batch.owners or Owners.everywhere(len(batch), self.groups.world)
-        metrics = self._reduce([loss(x.weighted())] if owners.leads and len(own) else [])
+        metrics = self._reduce([computed(loss, x.weighted())] if owners.leads and len(own) else [])
         return {name: float(metric.value) for name, metric in metrics.items()}
 
     def update_with_outputs(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from megarl.algorithms.loss import Loss, Sum
-from megarl.algorithms.registry import LOSSES
+from megarl.algorithms.registry import LOSSES, build_loss
 from megarl.algorithms.regularizers import Entropy, KlToReference
 from megarl.checkpoint.foreign_weights import load_foreign_weights
 from megarl.checkpoint.import_huggingface import HuggingFaceWeights
@@ -232,7 +232,10 @@ def policy_loss(config: Config, *, reference: bool | None = None) -> Loss:
         reference: whether `Batch.ref_logp` will be there; None: as the keys ask for one.
     """
     actor = config.actor_rollout_ref.actor
-    parts: list[Loss] = [LOSSES.load(actor.policy_loss.loss_mode)(actor), Entropy(coeff=actor.entropy_coeff)]
+    parts: list[Loss] = [
+        build_loss(LOSSES, actor.policy_loss.loss_mode, actor),
+        Entropy(coeff=actor.entropy_coeff),
+    ]
     if config.needs_reference if reference is None else reference:
         parts.append(KlToReference(coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0, kind=actor.kl_loss_type))
     return Sum(*parts)
