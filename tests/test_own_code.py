@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,53 @@ def test_a_preference_loss_that_returns_something_else_is_named(ranks: Ranks, tm
         words = [f"algorithm.preference.loss_mode={tmp_path}/mine.py:{name}", run_dir]
         ended, said = ranks.run(1, run_here, config, words)[0]
         assert ended.startswith(f"refused: {wanted}"), ended + said
+
+
+STAGES = """
+import os
+import megarl, torch
+def flow_of(stage):
+    def flow(run):
+        def mine(batch):
+            torch.set_grad_enabled(False)
+            torch.set_default_dtype(torch.float64)
+            return stage(batch)
+        megarl.ppo(run, mine)
+    return flow
+none = flow_of(lambda batch: None)
+one_less = flow_of(lambda batch: batch.with_(rewards=batch.rewards[1:]))
+number = flow_of(lambda batch: batch.with_(rewards=1.0))
+without = flow_of(lambda batch: batch.with_(rewards=None))
+others = flow_of(lambda batch: megarl.batch_of([[3]], [[4]], [0]))
+unlike = flow_of(lambda batch: batch.with_(old_logp=batch.old_logp + os.getpid()))
+right = flow_of(lambda batch: batch.with_(rewards=torch.ones(len(batch)) * batch.rewards.double()))
+def random(batch, config):
+    return torch.full((len(batch.tokens),), float(os.getpid()))
+"""
+RETURNS = r"the stage flow_of.<locals>.flow.<locals>.mine must return the batch that it is given, with columns .*; "
+UNLIKE = "returned other values on rank 1 than on rank 0: they must be the same on every rank"
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("none", rf"{RETURNS}it returned NoneType$"),
+        ("one_less", rf"{RETURNS}its rewards must be a tensor \[64\], not a tensor \[63\]$"),
+        ("number", rf"{RETURNS}its rewards must be a tensor \[64\], not float$"),
+        ("without", rf"{RETURNS}it returned one without rewards$"),
+        ("others", rf"{RETURNS}it returned 1 other sequences for 64$"),
+        ("unlike", rf"the stage flow_of.<locals>.flow.<locals>.mine {UNLIKE}"),
+        ("random", rf"algorithm.adv_estimator = .*mine.py:random {UNLIKE}"),
+        ("right", "$"),
+    ],
+)
+def test_a_stage_and_an_estimator_on_two_ranks(ranks: Ranks, tmp_path: Path, name: str, wanted: str) -> None:
+    """On both ranks the same line; numbers of another type are taken, and torch is afterwards as it was."""
+    (tmp_path / "mine.py").write_text(STAGES)
+    key = "algorithm.adv_estimator" if name == "random" else "trainer.flow"
+    config = write_run(tmp_path, trainer__total_training_steps=1, trainer__val_before_train=False)
+    for ended, said in ranks.run(2, run_here, str(config), [f"{key}={tmp_path}/mine.py:{name}"]):
+        assert re.match(wanted, ended.removeprefix("refused: ")), ended + said
 
 
 def test_an_async_def_that_nothing_awaits_is_refused(tmp_path: Path) -> None:

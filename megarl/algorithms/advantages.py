@@ -7,22 +7,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.algorithms.changed_batch import changed_by, checked_batch
 from megarl.algorithms.declaration import about_of
 from megarl.algorithms.group_scores import over_parts
 from megarl.algorithms.kl import kl_estimate
 from megarl.algorithms.registry import ESTIMATORS
 from megarl.config.algorithm import AlgorithmConfig
-from megarl.own_code import torch_as_before
+from megarl.own_code import OwnCodeError, form_of, torch_as_before
 from megarl.types import Batch
 
 
-def compute_advantages(batch: Batch, config: AlgorithmConfig, kl_coef: float) -> Batch:
+def compute_advantages(batch: Batch, config: AlgorithmConfig, kl_coef: float, compare: bool = False) -> Batch:
     """Add `advantages` to a batch: those of the scores, less the KL to the reference if the reward has it.
 
     A sequence without trained tokens (its response was not scored) has advantage 0. The batch gets `token_rewards` too.
 
     Args:
         kl_coef: weight of the KL to the reference, which the batch gets as `kl_in_reward`.
+        compare: whether the ranks compare what an estimator that gets all tokens has returned.
     """
     assert batch.rewards is not None
     scores, batch = batch.rewards, with_token_rewards(batch)
@@ -37,25 +39,28 @@ def compute_advantages(batch: Batch, config: AlgorithmConfig, kl_coef: float) ->
     estimator, scored = ESTIMATORS.load(config.adv_estimator), batch.with_(rewards=scores)
 
     def estimate(scored: Batch) -> Batch:
-        with torch_as_before():
-            given: Any = estimator(scored, config)
+        given: Any = estimator(scored, config)
         changed, advantages = (given, given.advantages) if isinstance(given, Batch) else (scored, given)
         return changed.with_(advantages=_checked(advantages, scored, config.adv_estimator))
 
-    result = estimate(scored) if about_of(estimator).sharded else scored.changed_as_a_whole(estimate)
+    name = f"algorithm.adv_estimator = {config.adv_estimator}"
+    if about_of(estimator).sharded:
+        with torch_as_before():
+            result = checked_batch(estimate(scored), scored, name)
+    else:
+        result = changed_by(estimate, scored, name, compare=compare)
     assert result.advantages is not None
     advantages = torch.where(batch.response_mask, result.advantages, 0.0)
     return result.with_(rewards=batch.rewards, advantages=advantages)
 
 
 def _checked(advantages: Any, batch: Batch, name: str) -> Tensor:
-    """Return advantages as float32 [T]; raises ValueError, naming the estimator, where they are none."""
+    """Return advantages as float32 [T]; raises OwnCodeError, naming the estimator, where they are none."""
     if isinstance(advantages, Tensor) and advantages.shape == batch.tokens.shape:
-        return advantages.detach().float()
-    form = f"a tensor {list(advantages.shape)}" if isinstance(advantages, Tensor) else type(advantages).__name__
-    raise ValueError(
+        return advantages.detach().to("cpu", torch.float32)
+    raise OwnCodeError(
         f"algorithm.adv_estimator = {name} must return a tensor [{len(batch.tokens)}], an advantage for each token of "
-        f"the batch it is given, or that batch with such advantages; it returned {form}"
+        f"the batch it is given, or that batch with such advantages; it returned {form_of(advantages)}"
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor
 
+from megarl.algorithms.changed_batch import changed_by
 from megarl.own_code import OwnCodeError, name_of, torch_as_before
 from megarl.types import Batch
 
@@ -157,7 +158,8 @@ def prepared(loss: Loss, batch: Batch, sequences: Sequence[int]) -> Batch:
     """Add to a batch what the loss must know of a whole mini-batch, for which every rank gets all tokens."""
     if not _prepares(loss):
         return batch
-    return batch.changed_as_a_whole(lambda whole: loss.prepare(whole, sequences))  # type: ignore[attr-defined]
+    prepare = loss.prepare  # type: ignore[attr-defined]
+    return changed_by(lambda whole: prepare(whole, sequences), batch, f"prepare of the loss {name_of(loss)}")
 
 
 def _prepares(loss: Loss) -> bool:

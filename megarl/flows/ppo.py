@@ -7,6 +7,7 @@ from functools import partial
 
 from megarl.algorithms.advantages import compute_advantages
 from megarl.algorithms.aggregation import token_weights
+from megarl.algorithms.changed_batch import changed_by
 from megarl.algorithms.kl import AdaptiveKlController
 from megarl.algorithms.over_tokens import mean
 from megarl.algorithms.returns import explained_variance, value_targets
@@ -15,6 +16,7 @@ from megarl.algorithms.value_loss import ValueLoss
 from megarl.flows.policy_update import PolicyUpdate, per_update
 from megarl.flows.sft import sft
 from megarl.hybrid.generation import Generation
+from megarl.own_code import check_runs, name_of
 from megarl.phases import Phase
 from megarl.roles.trained import Actor, Critic
 from megarl.trainer.build import build_actor, build_critic, build_reference, build_teacher, prompt_sampler
@@ -43,6 +45,8 @@ def ppo(run: Run, stage: Stage | None = None) -> None:
         stage: called before the advantages are computed, when rewards, log-probabilities and values are there. Models
             that it uses join the run before.
     """
+    if stage is not None:
+        check_runs(stage, f"the stage {name_of(stage)}")
     config, needs, rollout = run.config, needs_of(run.config), run.config.actor_rollout_ref.rollout
     actor, generation = _warm_actor(run)
     reference = run.add("reference", build_reference(config, actor)) if needs.reference else None
@@ -68,9 +72,9 @@ def ppo(run: Run, stage: Stage | None = None) -> None:
             with run.phase(Phase.VALUES):
                 batch = batch.with_(values=critic.values(batch, critic.plan(batch)))
         if stage is not None:
-            batch = batch.changed_as_a_whole(stage)
+            batch = changed_by(stage, batch, f"the stage {name_of(stage)}", compare=run.checks_agreement)
         batch = correct_rollouts(batch, config.algorithm.rollout_correction)
-        batch = compute_advantages(batch, config.algorithm, kl.coefficient)
+        batch = compute_advantages(batch, config.algorithm, kl.coefficient, run.checks_agreement)
         run.check_agreement(batch)
         if critic is not None:
             with run.phase(Phase.UPDATE_CRITIC):
