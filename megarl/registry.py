@@ -71,6 +71,10 @@ class Registry(Generic[T]):
         """Return the registered names, sorted."""
         return sorted({*self._lazy, *self._registered})
 
+    def is_ours(self, name: str) -> bool:
+        """Tell whether MegaRL has what the name stands for."""
+        return name in self._lazy
+
     def check(self, value: str) -> None:
         """Raise ValueError where `load` does. A user's file is imported, code of MegaRL is not."""
         if value not in self.names():

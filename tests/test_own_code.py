@@ -161,6 +161,12 @@ unlike = flow_of(lambda batch: batch.with_(old_logp=batch.old_logp + os.getpid()
 right = flow_of(lambda batch: batch.with_(rewards=torch.ones(len(batch)) * batch.rewards.double()))
 def random(batch, config):
     return torch.full((len(batch.tokens),), float(os.getpid()))
+@megarl.about("the mean over a rank's own sequences", sharded=True)
+def own(batch, config):
+    return batch.spread(batch.rewards - batch.own.float().mean())
+@megarl.about("the mean over all sequences", sharded=True)
+def every(batch, config):
+    return batch.spread(batch.rewards - batch.rewards.mean())
 """
 RETURNS = r"the stage flow_of.<locals>.flow.<locals>.mine must return the batch that it is given, with columns .*; "
 UNLIKE = "returned other values on rank 1 than on rank 0: they must be the same on every rank"
@@ -176,13 +182,15 @@ UNLIKE = "returned other values on rank 1 than on rank 0: they must be the same 
         ("others", rf"{RETURNS}it returned 1 other sequences for 64$"),
         ("unlike", rf"the stage flow_of.<locals>.flow.<locals>.mine {UNLIKE}"),
         ("random", rf"algorithm.adv_estimator = .*mine.py:random {UNLIKE}"),
+        ("own", "algorithm.adv_estimator = .*mine.py:own is declared with sharded=True and gives other advantages for"),
+        ("every", "$"),
         ("right", "$"),
     ],
 )
 def test_a_stage_and_an_estimator_on_two_ranks(ranks: Ranks, tmp_path: Path, name: str, wanted: str) -> None:
     """On both ranks the same line; numbers of another type are taken, and torch is afterwards as it was."""
     (tmp_path / "mine.py").write_text(STAGES)
-    key = "algorithm.adv_estimator" if name == "random" else "trainer.flow"
+    key = "algorithm.adv_estimator" if name in ("random", "own", "every") else "trainer.flow"
     config = write_run(tmp_path, trainer__total_training_steps=1, trainer__val_before_train=False)
     for ended, said in ranks.run(2, run_here, str(config), [f"{key}={tmp_path}/mine.py:{name}"]):
         assert re.match(wanted, ended.removeprefix("refused: ")), ended + said

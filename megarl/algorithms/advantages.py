@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ def compute_advantages(batch: Batch, config: AlgorithmConfig, kl_coef: float, co
 
     Args:
         kl_coef: weight of the KL to the reference, which the batch gets as `kl_in_reward`.
-        compare: whether the ranks compare what an estimator that gets all tokens has returned.
+        compare: whether the ranks compare what a user's estimator has returned.
     """
     assert batch.rewards is not None
     scores, batch = batch.rewards, with_token_rewards(batch)
@@ -47,11 +48,35 @@ def compute_advantages(batch: Batch, config: AlgorithmConfig, kl_coef: float, co
     if about_of(estimator).sharded:
         with torch_as_before():
             result = checked_batch(estimate(scored), scored, name)
+            if compare and not ESTIMATORS.is_ours(config.adv_estimator):
+                _check_sharded(estimate, scored, result, name)
     else:
         result = changed_by(estimate, scored, name, compare=compare)
     assert result.advantages is not None
     advantages = torch.where(batch.response_mask, result.advantages, 0.0)
     return result.with_(rewards=batch.rewards, advantages=advantages)
+
+
+_COMPARED_TOKENS = 1 << 22
+"""Tokens, of all sequences, that a rank can hold beside its own without noticing: some 150 MB."""
+
+
+def _check_sharded(estimate: Callable[[Batch], Batch], batch: Batch, result: Batch, name: str) -> None:
+    """Raise OwnCodeError on every rank if an estimator gives other advantages for a share of the tokens than for all
+    of them, as one does that is declared with sharded=True and takes the mean over its own; every rank calls this."""
+    owners = batch.owners
+    if owners is None or int(batch.cu_seqlens[-1]) > _COMPARED_TOKENS:
+        return
+    of_all = estimate(batch.everywhere()).held_by(owners).advantages
+    assert of_all is not None and result.advantages is not None
+    differ = ~torch.isclose(of_all, result.advantages, rtol=1e-3, atol=1e-4, equal_nan=True) & batch.response_mask
+    if int(owners.sum_(differ.sum(), "advantages of shares and of all tokens")):
+        raise OwnCodeError(
+            f"{name} is declared with sharded=True and gives other advantages for a share of the tokens than for all: "
+            f"compute over all of them with batch.sum_per_sequence and megarl.algorithms.over_tokens, or leave sharded "
+            f"out",
+            everywhere=True,
+        )
 
 
 def _checked(advantages: Any, batch: Batch, name: str) -> Tensor:
