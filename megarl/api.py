@@ -52,7 +52,9 @@ def train(
         the last row that this process wrote; empty if there was nothing left to do.
 
     Raises:
-        ValueError: the run cannot work as it is configured; the message is one line that says what to change.
+        ValueError: the run cannot work as it is configured, or a function that it was given failed or returned what it
+            must not; the message is one line that says what to change. Before a callback's failure, whose cause it is,
+            leaves, its step is saved.
         KeyboardInterrupt: after SIGINT, in a process that nobody launched; what was trained is saved.
         SystemExit: with 128 + signal, after any other; what was trained is saved.
         RunStopped: something went wrong that more steps would not mend; the message says what, and what is saved.

@@ -21,7 +21,7 @@ class ExitCode(IntEnum):
     FAILED = 1  # an error of no kind below: a flow's or loss's of the user's own, a disk's, or a fault of the program
     REFUSED = 2
     STOPPED = 10  # the run ended itself: losses that are not finite, ranks that disagree, a checkpoint that fails
-    INPUT = 11  # a reward or an environment failed, or the data changed
+    INPUT = 11  # a reward, an environment or another function of the user's failed, or the data changed
     LOST = 12  # another rank or node is gone, or communication failed
     STALLED = 13  # other ranks were waited for too long
     OUT_OF_MEMORY = 14  # of a GPU

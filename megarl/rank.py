@@ -138,7 +138,7 @@ def _code_of(error: BaseException) -> ExitCode:
     from megarl.rewards.results import RewardError
     from megarl.telemetry.profiler import OutOfMemory
 
-    if isinstance(error, RewardError | RowsChanged | RowRefused):
+    if isinstance(error, RewardError | RowsChanged | RowRefused | OwnCodeError):
         return ExitCode.INPUT
     if isinstance(error, Stalled):
         return ExitCode.STALLED

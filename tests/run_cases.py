@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 
 
-def run_here(config: str, overrides: Sequence[str] = (), fault: str = "", folder: str = "") -> tuple[str, str]:
+def run_here(
+    config: str, overrides: Sequence[str] = (), fault: str = "", folder: str = "", callbacks: Sequence[Any] = ()
+) -> tuple[str, str]:
     """A run on the ranks of an initialised world; returns how it ended and what this rank said.
 
     Args:
@@ -39,7 +41,7 @@ def run_here(config: str, overrides: Sequence[str] = (), fault: str = "", folder
             inputs = check_run(load_config(config, [*overrides, f"trainer.n_gpus_per_node={world}"]))
             ours = World()
             try:
-                take_part(inputs, FLOWS.load(inputs.config.trainer.flow), ours, StopRequest(rank))
+                take_part(inputs, FLOWS.load(inputs.config.trainer.flow), ours, StopRequest(rank), callbacks)
             finally:
                 leave_groups(ours)
         except (RunRefused, RunStopped, RewardError) as e:

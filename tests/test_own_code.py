@@ -12,13 +12,14 @@ import pytest
 import torch
 from ranks import Ranks
 from run_cases import run_here
-from tiny_run import write_run
+from tiny_run import metrics_of, numbers_of, write_run
 from training_cases import fixed_batch
 
 import megarl
 from megarl.algorithms.advantages import compute_advantages
 from megarl.algorithms.loss import LossInput, LossOutput, Metric, Sum
 from megarl.algorithms.registry import ESTIMATORS
+from megarl.checkpoint.folder import read_state
 from megarl.config import load_config
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.reward import RewardConfig
@@ -194,6 +195,30 @@ def test_a_stage_and_an_estimator_on_two_ranks(ranks: Ranks, tmp_path: Path, nam
     config = write_run(tmp_path, trainer__total_training_steps=1, trainer__val_before_train=False)
     for ended, said in ranks.run(2, run_here, str(config), [f"{key}={tmp_path}/mine.py:{name}"]):
         assert re.match(wanted, ended.removeprefix("refused: ")), ended + said
+
+
+def leaves_rank_1(loop: str, step: int, row: Any) -> None:
+    if step == 2 and torch.distributed.get_rank() == 1:
+        raise SystemExit("enough")
+
+
+def test_a_callback_that_fails_loses_no_step(ranks: Ranks, tmp_path: Path) -> None:
+    """It fails on one rank: all end with its line, and the run goes on from the step, whose validation is known."""
+    keys = {"trainer__save_freq": -1, "trainer__test_freq": 2, "trainer__total_training_steps": 3}
+    for name in ("whole", "left"):
+        (tmp_path / name).mkdir()
+        config = str(write_run(tmp_path / name, **keys, trainer__best_metric="val/accuracy"))
+        if name == "left":
+            results = ranks.run(2, run_here, config, [], "", "", [leaves_rank_1])
+            assert "global_step_2; the same command goes on from it" in results[0][1]
+            for ended, _ in results:
+                assert ended == "refused: the callback leaves_rank_1 failed at step 2: SystemExit: enough"
+            (saved,) = (tmp_path / name / "run" / "checkpoints").glob("*step*")
+            assert saved.name == "global_step_2" and metrics_of(tmp_path / name)[-1]["step"] == 2
+            assert "val/accuracy" in read_state(str(saved))["validation"]
+        ended, said = ranks.run(2, run_here, config)[0]
+        assert ended == "", said
+    assert numbers_of(tmp_path / "whole") == numbers_of(tmp_path / "left")
 
 
 def test_an_async_def_that_nothing_awaits_is_refused(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from megarl.algorithms.loss import Metric
 from megarl.checkpoint.folder import Position
 from megarl.hybrid.generation import Generation
-from megarl.own_code import torch_as_before
+from megarl.own_code import OwnCodeError, in_a_line, name_of, torch_as_before
 from megarl.parallel.world import World
 from megarl.roles.trained import TrainedModel
 from megarl.rollout.speed import Speed
@@ -90,6 +90,7 @@ class RunRecords:
 
         Raises:
             RunStopped: on every rank, if the run's folder is gone or belongs to another run.
+            OwnCodeError: on every rank, if a callback failed; the row is written.
         """
         loop, step = position.loop, position.step
         number = {f"{loop}/step": float(step)} if loop != "rl" else {}
@@ -117,9 +118,21 @@ class RunRecords:
         memory = self.memory.measured(peaks)
         self.speed()  # of a validation: it is of no step
         whole = self.report.step(row, {**number, **metrics, **memory, **pace, **nodes}, seconds, sequences)
+        self._call_back(loop, step, whole)
+
+    def _call_back(self, loop: str, step: int, row: Metrics) -> None:
+        """Call the callbacks; raises OwnCodeError on every rank if one of them fails on any."""
+        problem, failure = "", None
         for callback in self._callbacks:
-            with torch_as_before():
-                callback(loop, step, {**whole})
+            try:
+                with torch_as_before():
+                    callback(loop, step, {**row})
+            except (Exception, SystemExit) as e:  # a user's function fails as it likes
+                problem, failure = f"the callback {name_of(callback)} failed at step {step}: {in_a_line(e)}", e
+                break
+        problems = self._world.all_gather(problem, "the callbacks")
+        if any(problems):
+            raise OwnCodeError(next(filter(None, problems)), everywhere=True) from failure
 
     def say_validation(self, loop: str, metrics: Metrics) -> None:
         """Show the accuracy, or the loss, on held-out data before the first step of a loop."""

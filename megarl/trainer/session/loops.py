@@ -222,6 +222,7 @@ class Loops:
         if validate is not None and _due(self._config.trainer.test_freq, self.position.step, total, at_end=True):
             self._validation = self._validate(validate)
             metrics |= self._validation
+            self._keep()
         self._unrecorded = None
         self._records.step(self.position, self.row, metrics, speed)
 

@@ -13,6 +13,7 @@ import torch
 from megarl.config.refusal import is_refusal
 from megarl.config.secrets import hide
 from megarl.data.row_files import RowRefused
+from megarl.own_code import OwnCodeError
 from megarl.parallel.deterministic import deterministic
 from megarl.parallel.meeting import follow_launcher
 from megarl.parallel.train_groups import leave_world
@@ -107,6 +108,9 @@ def take_part(
                 _say(world, f"{_saved_before(session)} lacks rows that can be used; {_last_checkpoint(session)}")
             if isinstance(e, RewardError) and e.everywhere:
                 _say(world, f"{_saved_before(session)} could not be scored; {_goes_on(session)}")
+            if isinstance(e, OwnCodeError) and e.everywhere:
+                _saved_before(session)
+                _say(world, _goes_on(session))
             _close_after(e, session, ends=ends)
             raise
     session.close(engines=not ends)
