@@ -197,6 +197,22 @@ def test_a_stage_and_an_estimator_on_two_ranks(ranks: Ranks, tmp_path: Path, nam
         assert re.match(wanted, ended.removeprefix("refused: ")), ended + said
 
 
+def test_an_order_that_is_each_rank_s_own_is_named(ranks: Ranks, tmp_path: Path) -> None:
+    """From the second epoch on: the steps of the first are saved."""
+    (tmp_path / "mine.py").write_text(
+        "import os\ndef order(epoch, rows):\n"
+        "    return sorted(range(len(rows)), key=lambda i: epoch * i * os.getpid() % 7919)\n"
+    )
+    keys = {"trainer__save_freq": -1, "trainer__total_training_steps": 6, "trainer__val_before_train": False}
+    config = str(write_run(tmp_path, **keys, data__curriculum=f"{tmp_path}/mine.py:order"))
+    for ended, _ in ranks.run(2, run_here, config):
+        assert ended == (
+            f"refused: data.curriculum = {tmp_path}/mine.py:order gives rank 1 other prompts than rank 0: it must give "
+            "the same on every rank"
+        )
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("*step*")] == ["global_step_5"]
+
+
 def leaves_rank_1(loop: str, step: int, row: Any) -> None:
     if step == 2 and torch.distributed.get_rank() == 1:
         raise SystemExit("enough")

@@ -10,13 +10,16 @@ Where the layouts coincide, the engine reads the actor's own parameters, unless 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from zlib import crc32
 
 from megarl.config.policy import ReshardConfig, RolloutConfig
 from megarl.environments.episodes import Episodes
 from megarl.hybrid.residency import Residency
 from megarl.hybrid.weight_sync import WeightSync
+from megarl.own_code import OwnCodeError
 from megarl.parallel.generation_groups import GenerationGroups
 from megarl.phases import Item, Phase
 from megarl.reshard.shared import SharedParameters
@@ -56,6 +59,7 @@ class Generation:
         max_model_len: int,
         decode: Decode,
         episodes: Episodes | None = None,
+        drawn_by: str = "what draws the prompts",
     ) -> None:
         """Build the engine. Every rank calls it.
 
@@ -65,10 +69,11 @@ class Generation:
             max_model_len: tokens of the longest prompt and response together.
             decode: token ids to text, for stop strings.
             episodes: answers the policy; None: a response is over when the policy ends it.
+            drawn_by: names, in a message, what chooses the prompts.
         """
         self._actor, self._rollout, self.groups = actor, rollout, groups
         self._residency, self._timers = residency, timers
-        self._episodes, self.speed = episodes, Speed()
+        self._episodes, self.speed, self._drawn_by = episodes, Speed(), drawn_by
         self._weights_leave = actor.weights_leave
         shared = SharedParameters(
             actor.side, groups.layout, groups.world.rank, actor.parameters(), none=self._weights_leave
@@ -155,7 +160,11 @@ class Generation:
 
         Episodes are played from their beginning to their end; one can become several rollouts of its group. Where
         tokens are not `everywhere`, those of rollouts under way must not have been, either.
+
+        Raises:
+            OwnCodeError: on every rank, if one of them asks for other responses than the first.
         """
+        self._check_same(rollouts)
 
         def finished(place: int, rollout: Rollout) -> None:
             self.speed.finished()
@@ -183,6 +192,17 @@ class Generation:
         holders = None if everywhere else self._holders
         temperature = params.temperature or 1.0
         return Rollouts(items=tuple(items), temperature=temperature, version=version, holders=holders)
+
+    def _check_same(self, rollouts: Sequence[Rollout]) -> None:
+        seeds = array("q", (rollout.seed for rollout in rollouts))  # which the prompts are a part of
+        checksums = self.groups.world.all_gather(crc32(seeds.tobytes()), "which responses are asked for")
+        others = [rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]]
+        if others:
+            raise OwnCodeError(
+                f"{self._drawn_by} gives rank {others[0]} other prompts than rank 0: it must give the same on every "
+                f"rank",
+                everywhere=True,
+            )
 
     @property
     def _holders(self) -> Holders:

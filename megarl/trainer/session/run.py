@@ -116,7 +116,7 @@ class Run:
         """Build the engine that the configuration names, around an actor that has joined."""
         if actor not in self._roles.values():
             raise ValueError("an actor joins the run, with run.add, before an engine is built around it")
-        roles, groups = self.config.actor_rollout_ref, self._generation_groups
+        roles, groups, curriculum = self.config.actor_rollout_ref, self._generation_groups, self.config.data.curriculum
         generation = Generation(
             actor,
             groups,
@@ -128,6 +128,7 @@ class Run:
             max_model_len=self.inputs.max_sequence_length,
             decode=self.inputs.tokenizer.decode,
             episodes=build_episodes(self.inputs, groups),
+            drawn_by=f"data.curriculum = {curriculum}" if ":" in curriculum else "what draws the prompts",
         )
         self.records.add_engine(generation)
         return generation
