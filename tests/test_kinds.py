@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -207,3 +208,52 @@ def test_a_role_an_engine_and_a_phase_of_the_users(ranks: Ranks, tmp_path: Path)
     assert seen[0] == seen[1] and len(seen[0]) == 4
     spans = (tmp_path / "whole" / "run" / "timeline" / "newer.jsonl").read_text().splitlines()
     assert all("verify" in json.loads(line)["phases"] for line in spans)
+
+
+WRONG_ENGINES = """
+from dataclasses import replace
+
+from megarl.rollout.native.engine import NativeEngine
+from megarl.types import Completion, Tokens
+
+
+def engine(change):
+    class Mine(NativeEngine):
+        def step(self):
+            return change(self, super().step())
+    return Mine
+
+
+def each(change):
+    return engine(lambda self, completions: {key: change(completion) for key, completion in completions.items()})
+
+
+Nothing = engine(lambda self, completions: None)
+Keys = engine(lambda self, completions: {f"{key}": completion for key, completion in completions.items()})
+Idle = engine(lambda self, completions: {})
+Ids = each(lambda completion: completion.response.ids)
+Empty = each(lambda completion: replace(completion, response=Tokens()))
+Listed = each(lambda completion: replace(completion, response=Tokens(ids=[3], logp=[0.0])))
+Uneven = each(lambda it: replace(it, response=replace(it.response, logp=it.response.logp[1:])))
+Long = each(lambda completion: replace(completion, response=Tokens().drawn([3] * 9, [0.0] * 9)))
+Reason = each(lambda completion: replace(completion, finish_reason="done"))
+"""
+
+
+def test_an_engine_that_returns_something_else_is_named(ranks: Ranks, tmp_path: Path) -> None:
+    config = str(write_run(tmp_path, trainer__val_before_train=False))
+    (tmp_path / "engines.py").write_text(WRONG_ENGINES)
+    for name, wanted in {
+        "Nothing": r"step\(\) must return completions by key, not NoneType",
+        "Keys": r"step\(\) returned key '\d+', of no request that is not finished",
+        "Idle": r"is not busy, and 64 requests are not finished",
+        "Ids": r"step\(\) returned for request \d+ array, and no Completion with Tokens",
+        "Empty": r"step\(\) returned for request \d+ 0 new tokens; there must be 1 to 4",
+        "Listed": r"step\(\) returned for request \d+ token ids that are no array\('i'\), or .*; use Tokens.drawn",
+        "Uneven": r"step\(\) returned for request \d+ (\d) token ids with \d log-probabilities",
+        "Long": r"step\(\) returned for request \d+ 9 new tokens; there must be 1 to 4",
+        "Reason": r"step\(\) returned for request \d+ finish_reason = 'done', and not 'stop' or 'length'",
+    }.items():
+        words = [f"actor_rollout_ref.rollout.name={tmp_path}/engines.py:{name}"]
+        ended, said = ranks.run(1, run_here, config, [*words, f"trainer.default_local_dir={tmp_path / name}"])[0]
+        assert re.fullmatch(rf"refused: the engine engine.<locals>.Mine:? {wanted}", ended), (name, ended + said)

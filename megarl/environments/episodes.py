@@ -14,6 +14,7 @@ from megarl.parallel.generation_groups import GenerationGroups
 from megarl.rollout.engine import Engine, Request
 from megarl.rollout.gathering import tell_responses
 from megarl.rollout.replicas import OnFinished, sample_seed, share_of
+from megarl.rollout.served import Served
 from megarl.types import Completion, Episode, FinishReason, Rollout, SamplingParams, Tokens
 
 
@@ -91,25 +92,25 @@ def serve(engine: Engine, source: Source | None, broadcast: Broadcast[Orders]) -
         source: None on all ranks but the first.
     """
     kept: set[int] = set()
-    quiet = False
+    served, quiet = Served(engine), False
     while True:
         if not quiet:
-            orders = broadcast.share(None if source is None else source.orders(wait=not engine.busy))
+            orders = broadcast.share(None if source is None else source.orders(wait=not served.busy))
             if orders is not None:
                 engine.forget(orders.forget)
                 if orders.over:
                     break
-                engine.submit(orders.requests)
+                served.submit(orders.requests)
                 kept.difference_update(orders.forget)
                 kept.update(request.key for request in orders.requests if request.keep)
                 quiet = orders.quiet
-        if engine.busy:
-            finished = engine.step()
+        if served.busy:
+            finished = served.step()
             quiet = quiet and not finished
             if source is not None:
                 for key, completion in finished.items():
                     source.take(key, completion)
-    engine.interrupt()
+    served.interrupt()
     engine.forget(kept)
 
 

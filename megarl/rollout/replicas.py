@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from megarl.parallel.generation_groups import GenerationGroups
 from megarl.rollout.engine import Engine, Request
 from megarl.rollout.gathering import tell_responses
+from megarl.rollout.served import Served
 from megarl.types import Completion, Outline, Prompt, Rollout, SamplingParams, Tokens
 
 OnFinished = Callable[[int, Rollout], None]
@@ -166,18 +167,19 @@ def _generate(
     engine: Engine, mine: Mapping[int, Rollout], params: SamplingParams, share: _Share | None
 ) -> Iterator[tuple[int, Completion]]:
     """Yield place and completion of each response as it is finished, then of those that are left under way."""
-    engine.submit(
+    served = Served(engine)
+    served.submit(
         [
             Request(key=i, prompt=rollout.prompt.token_ids, params=params, seed=rollout.seed, response=rollout.tokens)
             for i, rollout in mine.items()
             if rollout.finish_reason is None
         ]
     )
-    while engine.busy:
+    while served.busy:
         if share is not None and share.reached:
-            yield from engine.interrupt().items()
+            yield from served.interrupt().items()
             return
-        for i, completion in engine.step().items():
+        for i, completion in served.step().items():
             if share is not None:
                 share.finish(i)
             yield i, completion
