@@ -67,6 +67,10 @@ class Registry(Generic[T]):
         self._check_runs(thing, name)
         self._registered[name] = thing
 
+    def was_added(self, name: str) -> bool:
+        """Tell whether the name stands for something that this process alone has."""
+        return name in self._registered
+
     def names(self) -> list[str]:
         """Return the registered names, sorted."""
         return sorted({*self._lazy, *self._registered})

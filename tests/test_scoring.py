@@ -21,6 +21,7 @@ from tiny_run import metrics_of, train, train_in, write_run
 
 from megarl.config import build_config, load_config
 from megarl.config.reward import RewardConfig
+from megarl.flow_kinds import FLOWS
 from megarl.parallel.world import World
 from megarl.rewards.in_rank import InRank
 from megarl.rewards.parts import Part
@@ -322,6 +323,21 @@ def test_rows_that_no_part_scores_are_refused(tmp_path: Path) -> None:
     alone["reward"]["parts"] = {"one": {"name": "exact_match"}, "two": {"name": "reasoning_gym"}}
     with pytest.raises(ValueError, match=r"train\.jsonl:1: reward reasoning_gym needs the columns data_source, "):
         check_run(build_config(alone))
+
+
+def test_a_checkpoint_records_the_code_that_a_program_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = str(write_run(tmp_path))
+    monkeypatch.setattr(FLOWS, "_registered", {})
+
+    def given(reward: Any, flow: Any = lambda run: None) -> Identity:
+        FLOWS.add("mine", flow)
+        mine = Reward(name="mine", function=reward)
+        return identity_of(check_run(load_config(config, ["trainer.flow=mine"]), reward=mine))
+
+    first = given(lambda response, row: float(response in {"a", "b"}))
+    assert differences(first, given(lambda response, row: float(response in {"b", "a"}))) == {}
+    changed = given(lambda response, row: float(response not in {"a", "b"}), lambda run: run)
+    assert differences(first, changed) == {"flow": "other code", "reward": "other code"}
 
 
 def test_a_checkpoint_records_what_scores_are_made_of(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from types import CodeType
+from typing import Any
 
 from megarl.data.tokenizer import tokenizer_place
 
@@ -35,3 +37,20 @@ def file_digest(path: str) -> str | None:
         return None
     with open(path, "rb") as f:
         return digest([f.read()])
+
+
+def code_digest(function: Any) -> str | None:
+    """Digest a function's bytecode and constants, with those of functions within it, under the Python that runs; None
+    where it has none, as one of a library in C."""
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    return digest(_parts_of(code)) if code is not None else None
+
+
+def _parts_of(code: CodeType) -> Iterator[bytes]:
+    yield code.co_code
+    yield repr((code.co_names, code.co_varnames)).encode()
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _parts_of(constant)
+        else:  # the order of a set of texts is another one in each process
+            yield repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant).encode()

@@ -16,9 +16,9 @@ from megarl.config.secrets import without_secrets
 from megarl.data.example_set import ExampleSet
 from megarl.data.examples import Example
 from megarl.data.prompts import PromptSet
-from megarl.flow_kinds import format_of, generates
+from megarl.flow_kinds import FLOWS, format_of, generates
 from megarl.models.architecture import Architecture
-from megarl.trainer.digests import digest, file_digest, tokenizer_digest
+from megarl.trainer.digests import code_digest, digest, file_digest, tokenizer_digest
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.needs import needs_of
 from megarl.trainer.other_models import other_roles
@@ -52,7 +52,7 @@ def identity_of(inputs: Inputs) -> Identity:
             "stop tokens": sorted(inputs.sampling(validation=False).stop_token_ids),
             "rollout.stop": sorted(rollout.stop),
         },
-        "reward": {**_reward(config), **_environment(config)},
+        "reward": {**_reward(inputs), **_environment(config)},
         "roles": {"reference": config.needs_reference, **_other_models(config)},
     }
     files = {
@@ -111,6 +111,8 @@ def _without_generation(inputs: Inputs) -> Identity:
 
 def _of_every_run(inputs: Inputs) -> Identity:
     config, model = inputs.config, inputs.config.actor_rollout_ref.model
+    flow = config.trainer.flow
+    code = {"code": code_digest(FLOWS.load(flow))} if FLOWS.was_added(flow) else {}
     return {
         "model": {**_architecture(inputs.arch), "dtype": model.dtype},
         "tokenizer": {
@@ -118,7 +120,7 @@ def _of_every_run(inputs: Inputs) -> Identity:
             **_flat(config.data.apply_chat_template_kwargs, "data.apply_chat_template_kwargs."),
         },
         "seed": {"data.seed": config.data.seed, "data.shuffle": config.data.shuffle},
-        "flow": {"trainer.flow": config.trainer.flow, "file": _code(config.trainer.flow)},
+        "flow": {"trainer.flow": flow, "file": _code(flow), **code},
     }
 
 
@@ -166,10 +168,12 @@ def _other_models(config: Config) -> dict[str, Any]:
     return files
 
 
-def _reward(config: Config) -> dict[str, Any]:
+def _reward(inputs: Inputs) -> dict[str, Any]:
     """Collect the settings that decide on scores. Unused keys are left out: recorded identities have none of them."""
-    reward = config.reward
+    config, reward = inputs.config, inputs.config.reward
     values: dict[str, Any] = {"reward.name": reward.name, "file": _code(reward.name)}
+    if given := [part.reward.function for part in inputs.rewards if not part.reward.named]:
+        values["code"] = code_digest(given[0])
     values |= _flat(reward.args, "reward.args.")
     if reward.batch_size is not None:
         values["reward.batch_size"] = reward.batch_size
@@ -235,6 +239,6 @@ def _flat(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _change(key: str, old: Any, new: Any) -> str:
-    if key in ("files", "file", "contents", "demonstrations") or key.endswith(".file"):
+    if key in ("files", "file", "code", "contents", "demonstrations") or key.endswith(".file"):
         return f"other {key}"
     return f"{key} {json.dumps(old)} -> {json.dumps(new)}"
