@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from megarl.config.policy import ReshardConfig
 from megarl.models.weights import EMBEDDING, buffers
+from megarl.own_code import OwnCodeError, form_of, name_of
 from megarl.parallel.layout import GenerationLayout
 from megarl.reshard.execute import Resharder, ReshardStatistics
 from megarl.reshard.plan import plan_reshard
@@ -33,10 +36,18 @@ class WeightSync:
 
         Args:
             layout: of the engine.
+
+        Raises:
+            OwnCodeError: the engine does not give its weights.
         """
         self.shared, self._engine, self._always_verifies = shared, engine, reshard.verify
         self._verified = False
         world, destination = model.groups.world, engine.parameters()
+        if not isinstance(destination, Mapping) or EMBEDDING not in destination:
+            raise OwnCodeError(
+                f"the engine {name_of(type(engine))}: parameters() must return all weights by name, {EMBEDDING} among "
+                f"them, not {form_of(destination)}"
+            )
         target = engine_side(model.arch, layout, len(destination[EMBEDDING]))
         plan = plan_reshard(model.side, target, world.rank, ranks_per_node=world.ranks_per_node)
         self.resharder = Resharder(
