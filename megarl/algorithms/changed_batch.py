@@ -60,18 +60,19 @@ def checked_batch(returned: Any, before: Batch, name: str) -> Batch:
         raise OwnCodeError(f"{rule}; it returned {form_of(returned)}")
     if not torch.equal(returned.cu_seqlens, before.cu_seqlens):
         raise OwnCodeError(f"{rule}; it returned {len(returned)} other sequences for {len(before)}")
-    had, has = _filled(before), _filled(returned)
-    if gone := sorted(had.keys() - has.keys()):
-        raise OwnCodeError(f"{rule}; it returned one without {', '.join(gone)}")
+    earlier, columns = _filled(before), _filled(returned)
+    if missing := sorted(earlier.keys() - columns.keys()):
+        raise OwnCodeError(f"{rule}; it returned one without {', '.join(missing)}")
     of_sequences = {f.name for f in fields(SequenceTable)} | returned.sequence_columns.keys()
-    for name_of_column, column in has.items():
-        length = len(before) if name_of_column in of_sequences else len(before.tokens)
-        shape = had[name_of_column].shape if name_of_column in had else (length,)
+    for label, column in columns.items():
+        length = len(before) if label in of_sequences else len(before.tokens)
+        shape = earlier[label].shape if label in earlier else (length,)
         if not isinstance(column, Tensor) or column.shape != shape:
-            raise OwnCodeError(f"{rule}; its {name_of_column} must be a tensor {list(shape)}, not {form_of(column)}")
-    right = {column: _as_in_a_batch(x, had.get(column)) for column, x in has.items()}
-    added = {table: {column: right.pop(column) for column in getattr(returned, table)} for table in _OWN_COLUMNS}
-    return returned.with_(**{column: x for column, x in right.items() if x is not has[column]}, **added)
+            raise OwnCodeError(f"{rule}; its {label} must be a tensor {list(shape)}, not {form_of(column)}")
+    converted = {label: _as_in_a_batch(column, earlier.get(label)) for label, column in columns.items()}
+    tables = {table: {label: converted.pop(label) for label in getattr(returned, table)} for table in _OWN_COLUMNS}
+    changes = {label: column for label, column in converted.items() if column is not columns[label]}
+    return returned.with_(**changes, **tables)
 
 
 def _as_in_a_batch(column: Tensor, before: Tensor | None) -> Tensor:

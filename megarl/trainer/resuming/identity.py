@@ -172,8 +172,8 @@ def _reward(inputs: Inputs) -> dict[str, Any]:
     """Collect the settings that decide on scores. Unused keys are left out: recorded identities have none of them."""
     config, reward = inputs.config, inputs.config.reward
     values: dict[str, Any] = {"reward.name": reward.name, "file": _code(reward.name)}
-    if given := [part.reward.function for part in inputs.rewards if not part.reward.named]:
-        values["code"] = code_digest(given[0])
+    if closures := [part.reward.function for part in inputs.rewards if not part.reward.named]:
+        values["code"] = code_digest(closures[0])
     values |= _flat(reward.args, "reward.args.")
     if reward.batch_size is not None:
         values["reward.batch_size"] = reward.batch_size
