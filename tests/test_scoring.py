@@ -338,6 +338,8 @@ def test_a_checkpoint_records_the_code_that_a_program_gives(tmp_path: Path, monk
     assert differences(first, given(lambda response, row: float(response in {"b", "a"}))) == {}
     changed = given(lambda response, row: float(response not in {"a", "b"}), lambda run: run)
     assert differences(first, changed) == {"flow": "other code", "reward": "other code"}
+    without = {part: {key: x for key, x in values.items() if key != "code"} for part, values in first.items()}
+    assert differences(without, changed) == {}
 
 
 def test_a_checkpoint_records_what_scores_are_made_of(tmp_path: Path) -> None:

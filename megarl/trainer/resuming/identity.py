@@ -151,6 +151,7 @@ def differences(recorded: Identity, now: Identity, *, ignore: Iterable[str] = ()
     for part, new in now.items():
         if part in recorded and part not in ignore:
             old = recorded[part]
+            old = {"code": new["code"], **old} if "code" in new else old  # earlier versions recorded none
             changed = [key for key in (*old, *(k for k in new if k not in old)) if old.get(key) != new.get(key)]
             if changed:
                 more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
