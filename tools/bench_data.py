@@ -164,7 +164,7 @@ def start(config: Path, file: Path) -> Figures:
                 continue
             together = [together[0] + memory.rss, together[1] + memory.pss]
         peaks = [max(pair) for pair in zip(peaks, together, strict=True)]
-        time.sleep(0.2)
+        time.sleep(1.0)  # reading the memory takes a part of a processor
     if process.returncode:
         sys.exit((config.parent / "log").read_text())
     return Figures(seconds=time.perf_counter() - began, rss=peaks[0], pss=peaks[1])
