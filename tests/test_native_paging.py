@@ -255,5 +255,5 @@ def test_a_cache_in_host_memory_takes_no_more_than_the_rank_s_share(monkeypatch:
 
 def test_a_cache_too_small_for_one_sequence_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"room for \d+ tokens, fewer than .* = 5000: raise rollout.gpu_memory") as e:
-        _blocks_on_gpu(monkeypatch, free=8e9, total=1e10, share=0.0004, max_model_len=5000)
+        _blocks_on_gpu(monkeypatch, free=8e9, total=1e10, share=0.0002, max_model_len=5000)
     assert "\n" not in str(e.value)
