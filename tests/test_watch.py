@@ -195,6 +195,18 @@ def _check_names_rank_3(text: str, phase: str) -> None:
     assert sum("is at" in text for text in stack) == 1
 
 
+def test_a_rank_that_comes_late_has_not_waited(tmp_path: Path) -> None:
+    ended: list[str] = []
+    watch, store = Watch(), str(tmp_path / "store")
+    with watch.active(
+        rank=0, hosts=["a", "b"], minutes=2 / 60, phase=str, join=lambda: dist.FileStore(store), end=ended.append
+    ):
+        time.sleep(3.0)
+        with watch.waiting("all scores"):
+            time.sleep(0.7)
+    assert ended == []
+
+
 # ----------------------------------------------------------------------- a wait that no exception ends, as NCCL's are
 
 

@@ -64,7 +64,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._passed = 0  # agreements so far: the same on all ranks, and the name of the next one
-        self._since = time.monotonic()
+        self._since = self._waits_since = time.monotonic()
         self._waits_for: str | None = None
         self._phase: Callable[[], str] = str
         self._hosts: list[str] = []
@@ -81,7 +81,7 @@ class Watch:
         Raises:
             Stalled: it took too long, and a rank that is late has a name.
         """
-        self._waits_for, began = what, time.perf_counter()
+        self._waits_for, self._waits_since, began = what, time.monotonic(), time.perf_counter()
         try:
             yield
         except RuntimeError as e:
@@ -157,8 +157,10 @@ class Watch:
             ):  # no store any more: the job ends, and others say why; or none at all
                 store = store or self._join()
                 store.set(self._key(self._rank), json.dumps(state))
-            if time.monotonic() - since > overdue and not self._explained and self._waits_by(state):
-                self._end(self._explain(self._waits_for or "other ranks", time.monotonic() - since))
+            seconds = time.monotonic() - max(since, self._waits_since)  # a rank that comes late has not waited so long
+            just_begun = state["begun"] != begun
+            if seconds > overdue and not (just_begun or self._explained) and self._waits_by(state):
+                self._end(self._explain(self._waits_for or "other ranks", seconds))
                 return
 
     def _state(self, main_thread: int) -> dict[str, Any]:
