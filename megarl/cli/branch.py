@@ -69,9 +69,7 @@ def _checkpoint(run_dir: str, at: str | None) -> Found:
         raise ValueError(f"no run folder at '{run_dir}'")
     candidates = checkpoints(run_dir)
     whole = [candidate for candidate in candidates if candidate.problem is None]
-    matches = (
-        [c for c in candidates if at in (None, str(c.position.step), c.position.name)] if at is not None else whole
-    )
+    matches = whole if at is None else [c for c in candidates if at in (str(c.position.step), c.position.name)]
     if not matches:
         names = ", ".join(candidate.position.name for candidate in reversed(whole)) or "none"
         raise ValueError(f"{run_dir} has no checkpoint{'' if at is None else f' {at!r}'}; whole ones there: {names}")

@@ -20,6 +20,7 @@ from megarl.cli.words import keys, split_words
 from megarl.diagnosis.finding import Finding, State
 from megarl.diagnosis.machine import gpus, limits, network, sandbox, scheduler
 from megarl.diagnosis.packages import fast_paths, packages
+from megarl.own_code import in_a_line
 
 EXAMPLE = "megarl doctor --nccl"
 SECTIONS: dict[str, Callable[[], list[Finding]]] = {
@@ -87,8 +88,7 @@ def looked(title: str, look: Callable[[], list[Finding]]) -> list[Finding]:
     try:
         return look()
     except Exception as e:
-        text = " ".join(f"{type(e).__name__}: {e}".split())[:300]
-        return [Finding(title, State.MISSING, text, "reinstall what it names, with launch/requirements.txt")]
+        return [Finding(title, State.MISSING, in_a_line(e), "reinstall what it names, with launch/requirements.txt")]
 
 
 def _compare_hosts(args: argparse.Namespace, file: str, overrides: Sequence[str]) -> int:

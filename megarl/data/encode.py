@@ -28,7 +28,6 @@ class TooLong(ValueError):
 def encode_text(text: str, source: str, tokenizer: Tokenizer) -> list[int]:
     """Tokenise a text; raises ValueError, naming the row, for text that cannot be tokenised."""
     try:
-        text.encode()  # tokenizers do not say that half of a surrogate pair is what they cannot read
         return tokenizer.encode(text)
     except Exception as e:  # libraries raise what they like
         raise _refused(source, e) from e
