@@ -23,6 +23,8 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import pytest
+import torch
 import torch.multiprocessing as mp
 
 
@@ -125,6 +127,8 @@ class Ranks:
         self, world: int, fn: Callable[..., Any], args: tuple[Any, ...], meeting: str | int, timeout: float
     ) -> list[Any]:
         """`meeting`: the file in which the ranks of a world find each other, or their launcher's port."""
+        if 0 < torch.cuda.device_count() < world:  # ranks cannot share a GPU, but see tests/one_gpu
+            pytest.skip(f"needs {world} GPUs")
         self._start(world)
         for rank in range(world):
             self._pipes[rank].send((fn, rank, world, meeting, args))

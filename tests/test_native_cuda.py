@@ -31,6 +31,14 @@ def test_cuda_equals_cpu(family: str, enforce_eager: bool, params: SamplingParam
     assert_same(engine.generate(GROUPS, params, seeds=SEEDS), want, tolerance=1e-4)
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_yarn", "qwen3_moe", "gemma3_text", "deepseek_v3_yarn"])
+def test_prompts_in_parts_equal_whole_ones_on_the_cpu(family: str) -> None:
+    arch, seeds = ARCHITECTURES[family], range(len(MIXED))
+    want = engine_of(arch).generate(MIXED, SAMPLED, seeds=seeds)
+    engine = engine_of(arch, device="cuda", max_num_seqs=4, max_num_batched_tokens=7)
+    assert_same(engine.generate(MIXED, SAMPLED, seeds=seeds), want, tolerance=1e-4)
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_graphs_equal_eager(dtype: torch.dtype, family: str) -> None:
@@ -103,7 +111,6 @@ def _generate_on_rank(settings: dict[str, Any], family: str = "qwen3") -> list[C
     return completions
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_tensor_parallel_equals_one_rank(ranks: Ranks, enforce_eager: bool) -> None:
     want = engine_of(ARCHITECTURES["qwen3"]).generate(GROUPS, SAMPLED, seeds=SEEDS)
@@ -112,7 +119,6 @@ def test_tensor_parallel_equals_one_rank(ranks: Ranks, enforce_eager: bool) -> N
     assert_same(got[0], want, tolerance=1e-4)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
 @pytest.mark.parametrize("enable_expert_parallel", [False, True])
 def test_experts_over_ranks_equal_one_rank(ranks: Ranks, enable_expert_parallel: bool) -> None:
     want = engine_of(ARCHITECTURES["glm4_moe"]).generate(GROUPS, SAMPLED, seeds=SEEDS)

@@ -32,6 +32,7 @@ from megarl.reshard.traffic import Traffic
 
 LENGTHS = Lengths(prompt=1024, response=3072)
 ROOM = CacheRoom(bytes=10**11, tokens=10**7, sequences=1000)
+NOTHING = Traffic(local=0, shared=0, sent=Counter(), received=Counter())
 OUTPUT = 2 * 4096 * (128_256 + 1) * 4096
 """FLOPs of Llama-3-8B's final norm and output layer for a sequence of 4096 tokens."""
 LAYERS = forward_flops(LLAMA_3_8B, 4096) - OUTPUT
@@ -207,6 +208,28 @@ def test_prompts_in_common_are_computed_once() -> None:
     assert shared["update"] == pytest.approx((1 - saved) * apart["update"])
     assert shared["log_probs"] == pytest.approx((1 - saved) * apart["log_probs"])
     assert shared["generate"] == apart["generate"]
+
+
+@pytest.mark.parametrize(
+    ("shared", "most", "measured"), [(False, 8192, 27.2), (True, 8192, 21.0), (True, 16_384, 18.7)]
+)
+def test_a_step_takes_as_long_as_predicted(shared: bool, most: int, measured: float) -> None:
+    """128 prompts of 512 tokens, 8 responses of 512 each, on one H200: docs/measured.md. Half take half as long."""
+    arch = read_architecture(str(ROOT / "configs" / "models" / "qwen2_1.5b"))
+    settings = {"model__use_prefix_grouper": shared, "actor__ppo_max_token_len_per_gpu": most}
+    rollout = {"rollout__name": "native", "rollout__max_num_seqs": 256}
+    considered = job(arch, gpus=1, tp=1, pp=1, generation_tp=1, **settings, **rollout)
+    seconds = step_seconds(considered, H200, Lengths(prompt=512, response=512), ROOM, {0: NOTHING})
+    assert seconds["generate"] + seconds["update"] == pytest.approx(measured / 2, rel=0.1)
+
+
+def test_a_gpu_waits_for_the_launches_of_small_micro_batches() -> None:
+    small, large = (job(pp=1, actor__ppo_max_token_len_per_gpu=most) for most in (4096, 65_536))
+    slow = replace(H200, launches=1.0)
+    # 512 sequences on four data-parallel ranks, one or sixteen in each micro-batch, through 32 layers
+    assert update_seconds(small, small.actor, slow, LENGTHS) == pytest.approx(3 * 128 * 32)
+    assert update_seconds(large, large.actor, slow, LENGTHS) == pytest.approx(3 * 8 * 32)
+    assert update_seconds(large, large.actor, H200, LENGTHS) == update_seconds(small, small.actor, H200, LENGTHS)
 
 
 def test_warnings() -> None:

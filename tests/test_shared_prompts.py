@@ -204,6 +204,17 @@ def test_few_prompts_on_a_rank_are_kept_together_where_that_pays(
     assert together <= apart and together <= dealt_out + dealt_out // 16_384 * prompt  # micro-batches cut groups
 
 
+@pytest.mark.parametrize(("most", "micro_batches", "again"), [(8192, 77, 51), (16_384, 43, 0), (32_768, 19, 0)])
+def test_groups_that_leave_micro_batches_half_empty_are_cut(most: int, micro_batches: int, again: int) -> None:
+    """Of 128 prompts of 512 tokens with 8 responses of 512, one fits into 8,192 tokens whole, and two nearly."""
+    of = [i for i in range(128) for _ in range(8)]
+    lengths, shared = [1024] * len(of), SharedPrompts(numbers=of, tokens=[512] * len(of))
+    ((plan,),) = pack_by_tokens(lengths, [range(len(of))], dp=1, max_tokens=most, prompts=shared)
+    computed = [shared.computed(micro, lengths) for micro in plan]
+    assert len(plan) == micro_batches and max(computed) <= most
+    assert sum(computed) == 128 * (512 + 8 * 512) + again * 512
+
+
 # ------------------------------------------------------------------------------------------------------------ training
 
 LAYOUTS: list[tuple[dict[str, Any], Architecture]] = [

@@ -22,7 +22,7 @@ from training_cases import (
 )
 
 from megarl.models.architecture import Architecture
-from megarl.models.parts.rotary import RopeScaling
+from megarl.models.parts.rotary import RopeScaling, Yarn
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or importlib.util.find_spec("transformer_engine") is None,
@@ -58,11 +58,10 @@ def _train_and_generate(
 
 
 LLAMA3 = RopeScaling(factor=8.0, original_max_position_embeddings=16)
+YARN = Yarn(factor=4.0, original_max_position_embeddings=16)
 
 
 def _compare(ranks: Ranks, case: Case, arch: Architecture, *, shared: bool = False) -> None:
-    if torch.cuda.device_count() < case.world:
-        pytest.skip(f"needs {case.world} GPUs")
     ours = ranks.run(case.world, _train_and_generate, case, "none", arch, False)[0]
     theirs = ranks.run(case.world, _train_and_generate, case, "auto", arch, shared)[0]
     assert (ours[0], theirs[0]) == (False, True)
@@ -83,12 +82,12 @@ def test_transformer_engine_agrees_with_torch(ranks: Ranks, case: Case, arch: Ar
     _compare(ranks, case, arch)
 
 
-@pytest.mark.parametrize("arch", [ARCH, WITH_EXPERTS], ids=["", "experts"])
+@pytest.mark.parametrize("arch", [ARCH, changed(ARCH, rope_scaling=YARN), WITH_EXPERTS], ids=["", "yarn", "experts"])
 @pytest.mark.parametrize(("case", "shared"), [(Case(), True), (Case(cp=2, gen_tp=2), False)], ids=["prompts", "cp2"])
 def test_our_attention_in_its_layers_agrees_with_torch(
     ranks: Ranks, case: Case, shared: bool, arch: Architecture
 ) -> None:
-    """Prompts that are computed once, and context parallelism, between its projections."""
+    """Prompts that are computed once, context parallelism, and YaRN, between its projections."""
     _compare(ranks, case, arch, shared=shared)
 
 

@@ -94,11 +94,6 @@ def _check(ranks: Ranks, case: Case, family: str, tmp_path: Path, *, sleeps: boo
         assert gap < 0.05, family  # bf16 has 8 bits, and an expert changes where two are equally probable
 
 
-def _skip_without(gpus: int) -> None:
-    if torch.cuda.device_count() < gpus:
-        pytest.skip(f"needs {gpus} GPUs")
-
-
 @pytest.mark.parametrize(
     "case",
     [
@@ -114,20 +109,17 @@ def test_parameters_of_every_family_are_bit_equal_after_a_reshard(
     vllm_ranks: Ranks, case: Case, tmp_path: Path
 ) -> None:
     """One engine after the other in the same processes."""
-    _skip_without(case.world)
     for family in FAMILIES:
         _check(vllm_ranks, case, family, tmp_path, sleeps=False)
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_parameters_are_bit_equal_after_sleep_and_wake(vllm_ranks: Ranks, family: str, tmp_path: Path) -> None:
-    _skip_without(2)
     _check(vllm_ranks, Case(pp=2, gen_tp=2), family, tmp_path, sleeps=True)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_whole_experts_are_those_of_vllm(vllm_ranks: Ranks, family: str, tmp_path: Path) -> None:
-    _skip_without(2)
     _check(vllm_ranks, Case(pp=2, gen_tp=2), family, tmp_path, sleeps=True, whole_experts=True)
 
 

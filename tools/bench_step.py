@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """The whole RL step in the trainer, phase by phase: time, tokens per second, and memory against its prediction.
 
-    torchrun --nproc_per_node N tools/bench_step.py CONFIG [key=value ...] [--rounds 3] [--alone] [--json FILE]
+    torchrun --nproc_per_node N tools/bench_step.py CONFIG [key=value ...] [--rounds 3] [--json FILE]
+        [--alone [--without-plain]]
 
 Random weights, `data.train_batch_size` random prompts of `data.max_prompt_length` tokens, responses that all have
 `data.max_response_length` tokens, and scores that cost nothing: only shape, layouts, batch sizes, engine and memory
@@ -99,6 +100,7 @@ def main(argv: list[str]) -> int:
     parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help=f"measured steps, after {WARM_UP} that warm up")
     parser.add_argument("--alone", action="store_true", help="measure plain Megatron-Core and vLLM as well")
+    parser.add_argument("--without-plain", action="store_true", help="with --alone: vLLM, not plain Megatron-Core")
     args = parser.parse_intermixed_args(argv)
     steps = f"trainer.total_training_steps={WARM_UP + args.rounds}"
     try:
@@ -113,7 +115,8 @@ def main(argv: list[str]) -> int:
         print(f"bench_step: error: {e}", file=sys.stderr)
         return 2
     world = start()
-    finish(measure(inputs, world, args.rounds, alone=args.alone, peer=peer), print_table, args.json)
+    figures = measure(inputs, world, args.rounds, alone=args.alone, plain=not args.without_plain, peer=peer)
+    finish(figures, print_table, args.json)
     return 0
 
 
@@ -122,10 +125,11 @@ def native_on_one_gpu(config: Config) -> bool:
     return one_gpu and config.actor_rollout_ref.rollout.name == "native"
 
 
-def measure(inputs: Inputs, world: World, rounds: int, *, alone: bool, peer: bool) -> Figures:
+def measure(inputs: Inputs, world: World, rounds: int, *, alone: bool, plain: bool, peer: bool) -> Figures:
     """
     Args:
         alone: what the phases are compared with is measured, too.
+        plain: plain Megatron-Core is among that.
         peer: a vLLM of its own is, in place of the native engine.
     """
     config, ours = inputs.config, inputs.config.actor_rollout_ref
@@ -158,7 +162,8 @@ def measure(inputs: Inputs, world: World, rounds: int, *, alone: bool, peer: boo
     others: dict[str, Phase] = {}
     of_alone: dict[str, float] = {}
     if alone:
-        others, of_alone = train_alone(run, lengths[: ours.actor.ppo_mini_batch_size * ours.rollout.n], rounds)
+        if plain:
+            others, of_alone = train_alone(run, lengths[: ours.actor.ppo_mini_batch_size * ours.rollout.n], rounds)
         if vllm := vllm_alone(run, rounds, peer=peer):
             others["generate"] = phase(world, vllm, 0.0, responses, 0.0)
             of_alone["generate"] = vllm / taken["generate"]
@@ -183,7 +188,7 @@ def _actor(run: Run) -> Actor:
 
 def train_alone(run: Run, lengths: Sequence[int], rounds: int) -> tuple[dict[str, Phase], dict[str, float]]:
     """Plain Megatron-Core on a mini-batch of these lengths; nothing where there are pipeline stages."""
-    figures = measure_training(_actor(run), run.config, lengths, rounds, None)
+    figures = measure_training(_actor(run), run.config, lengths, rounds, None, plain=True)
     plain = [p for name, p in figures.phases.items() if name.startswith("plain")]
     if not plain:
         return {}, {}

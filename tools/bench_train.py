@@ -3,6 +3,7 @@
 
     torchrun --nproc_per_node N tools/bench_train.py CONFIG [key=value ...] [--json FILE]
         [--lengths 64x1024] [--rounds 10] [--profile FILE]  forward + backward, against plain Megatron-Core
+        [--without-plain]                                   the same alone: of long sequences, and of parts of them
         --packing [--sequences 256] [--longest 4096]        packed and balanced micro-batches against padded ones
         --log-probs 32768                                   memory of that many log-probabilities, and their gradients
 
@@ -89,6 +90,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--lengths", default="64x1024", help="sequences x tokens for each data-parallel rank")
     parser.add_argument("--rounds", type=int, default=10, help=f"measured rounds, after {WARM_UP} that warm up")
     parser.add_argument("--profile", help="file for a table of one step's kernels")
+    parser.add_argument("--without-plain", action="store_true", help="not plain Megatron-Core, which makes all logits")
     parser.add_argument("--packing", action="store_true")
     parser.add_argument("--sequences", type=int, default=256, help="with --packing")
     parser.add_argument("--longest", type=int, default=4096, help="tokens, with --packing")
@@ -109,7 +111,8 @@ def main(argv: list[str]) -> int:
     else:
         count, length = (int(n) for n in args.lengths.split("x"))
         lengths = [length] * (count * groups.layout.dp)
-        figures = measure_training(build(config, arch, groups), config, lengths, args.rounds, args.profile)
+        actor, plain = build(config, arch, groups), not args.without_plain
+        figures = measure_training(actor, config, lengths, args.rounds, args.profile, plain=plain)
     finish(figures, print_table, args.json)
     return 0
 
@@ -148,8 +151,10 @@ def long_tailed(count: int, longest: int) -> list[int]:
 # ----------------------------------------------------------------------------------------------------- training
 
 
-def measure_training(actor: Actor, config: Config, lengths: Sequence[int], rounds: int, profile: str | None) -> Figures:
-    """Forward and backward with the policy loss, the optimizer and log-probabilities; and plain Megatron-Core."""
+def measure_training(
+    actor: Actor, config: Config, lengths: Sequence[int], rounds: int, profile: str | None, *, plain: bool
+) -> Figures:
+    """Forward and backward with the policy loss, the optimizer and log-probabilities; and `plain` Megatron-Core."""
     groups, arch = actor.groups, actor.arch
     batch = random_batch(lengths, arch.vocab_size)
     limit = max(config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu, max(lengths))
@@ -169,9 +174,9 @@ def measure_training(actor: Actor, config: Config, lengths: Sequence[int], round
         "forward + backward": step,
         "optimizer": lambda: actor.optimizer.step(loss=0.0),
     }
-    if groups.layout.pp == 1:
-        plain = PlainMegatron(actor, batch, micro_batches)
-        jobs |= {f"plain Megatron-Core, {name}": partial(plain.step, name) for name in plain.cross_entropies}
+    if plain and groups.layout.pp == 1:
+        peer = PlainMegatron(actor, batch, micro_batches)
+        jobs |= {f"plain Megatron-Core, {name}": partial(peer.step, name) for name in peer.cross_entropies}
     clock = Rounds(groups.world)
     seen = clock.medians(jobs, rounds, warm_up=WARM_UP)
     log_probs = {"log-probs": lambda: actor.log_probs(batch, passes)}

@@ -9,6 +9,10 @@ from typing import Any
 
 from megarl.data.balance import first_fit_decreasing, karmarkar_karp
 
+LAUNCHED = 8192
+"""Tokens that a GPU computes in the time in which a host launches a micro-batch's kernels, of which there are as many
+for fewer tokens: 9,200 for Qwen2-1.5B's shape on one H200, and a fraction of it for larger models."""
+
 MicroBatches = list[list[int]]
 """Sequence indices of each micro-batch, in the order in which they run."""
 
@@ -36,18 +40,26 @@ class SharedPrompts:
             of_prompt.setdefault((self.numbers[i], self.tokens[i]), []).append(i)
         return [i for members in of_prompt.values() for i in members]
 
-    def pieces(self, sequences: Sequence[int], lengths: Sequence[int], most: int) -> MicroBatches:
-        """Put sequences with the same prompt together, up to `most` tokens with the prompt counted once."""
+    def pieces(
+        self, sequences: Sequence[int], lengths: Sequence[int], most: int, *, filling: bool = False
+    ) -> MicroBatches:
+        """Put sequences with the same prompt together, up to `most` tokens with the prompt counted once.
+
+        Args:
+            filling: cut them where the pieces, one after another, fill micro-batches of `most` tokens.
+        """
         pieces: MicroBatches = []
-        tokens = 0
+        room = most
         for i in self.in_order(sequences):
             again = self._again(pieces[-1][-1], i) if pieces else 0
             more = lengths[i] - again
-            if again == 0 or tokens + more > most:
+            if again == 0 or more > room:
                 pieces.append([])
-                tokens, more = 0, lengths[i]
+                more = lengths[i]
+                if not filling or more > room:
+                    room = most
             pieces[-1].append(i)
-            tokens += more
+            room -= more
         return pieces
 
     def computed(self, sequences: Sequence[int], lengths: Sequence[int]) -> int:
@@ -121,9 +133,10 @@ def _pack_pieces(
 ) -> Plan:
     """Plan each mini-batch with prompts whole and cut, and take the plan whose fullest rank has the least to compute.
 
-    With interleaved stages, which come with `multiple_of`, other ranks wait for the largest micro-batch as well.
+    A micro-batch counts with as many tokens as a GPU computes while a host launches its kernels, at least. With
+    interleaved stages, which come with `multiple_of`, other ranks wait for the largest micro-batch as well.
     """
-
+    least = min(LAUNCHED, max_tokens)
     how: Any = dict(dp=dp, max_tokens=max_tokens, multiple_of=multiple_of, balance=balance)
 
     def plan_of(pieces: MicroBatches) -> list[MicroBatches]:
@@ -133,7 +146,7 @@ def _pack_pieces(
         return [[prompts.in_order(micro) for micro in share] for share in members]
 
     def cost(plan: list[MicroBatches]) -> int:
-        loads = [[prompts.computed(micro, lengths) for micro in share] for share in plan]
+        loads = [[max(least, prompts.computed(micro, lengths)) for micro in share] for share in plan]
         return max(map(sum, loads)) + (multiple_of - 1) * max(map(max, loads))
 
     best = [
@@ -146,14 +159,14 @@ def _pack_pieces(
 def _ways_to_cut(
     lengths: Sequence[int], sequences: Sequence[int], prompts: SharedPrompts, dp: int, max_tokens: int
 ) -> list[MicroBatches]:
-    """List the pieces to try: as large as fits, if a rank has several prompts, and smaller ones else."""
+    """List the pieces to try: as large as fits; to fill micro-batches; and smaller ones for ranks with few prompts."""
     whole = prompts.pieces(sequences, lengths, max_tokens)
-    tokens = [prompts.computed(piece, lengths) for piece in whole]
+    ways = [whole, prompts.pieces(sequences, lengths, max_tokens, filling=True)]
     share = prompts.computed(prompts.in_order(sequences), lengths) // dp
-    if max(tokens) <= share // 4:
-        return [whole]
-    smaller = sorted({most for most in (share, share // 2, share // 4, 0) if most < max_tokens}, reverse=True)
-    return [whole, *(prompts.pieces(sequences, lengths, most) for most in smaller)]
+    if max(prompts.computed(piece, lengths) for piece in whole) > share // 4:
+        smaller = sorted({most for most in (share, share // 2, share // 4, 0) if most < max_tokens}, reverse=True)
+        ways += [prompts.pieces(sequences, lengths, most) for most in smaller]
+    return ways
 
 
 def _plan_by_tokens(

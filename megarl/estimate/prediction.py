@@ -1,7 +1,7 @@
 """Predicts what a step moves and computes, and the seconds that this takes at an accelerator's rates. Torch-free.
 
-Bounds and estimates, for comparing layouts: nothing here knows of launches of training's kernels, of tensor-parallel
-communication, or of ranks that wait for the longest response.
+Bounds and estimates, for comparing layouts: nothing here knows of tensor-parallel communication, or of ranks that wait
+for the longest response.
 """
 
 from __future__ import annotations
@@ -129,13 +129,18 @@ def _recomputed(job: Job, model: ModelJob, lengths: Lengths) -> float:
 
 
 def _busy_seconds(job: Job, model: ModelJob, accelerator: Accelerator, lengths: Lengths) -> float:
-    """Predict the seconds that a layout needs for the FLOPs of a forward pass over all sequences of a step, bubbles not
-    counted."""
+    """Predict the seconds of a forward pass over all sequences of a step, bubbles not counted: a GPU computes its part
+    of the FLOPs, or waits for the kernels of each micro-batch to be launched, whichever takes longer."""
     flops = job.sequences * forward_flops(model.arch, lengths.total)
+    micro_batches = model.micro_batches(job.sequences, lengths.total)
     if job.generates and job.config.actor_rollout_ref.model.use_prefix_grouper:
         again = job.sequences * (1 - 1 / job.config.actor_rollout_ref.rollout.n)
         flops -= again * forward_flops(model.arch, lengths.prompt)
-    return flops / (model.layout.size * _flops(job, model.arch, accelerator))
+        if model.batching.use_dynamic_bsz and model.most_tokens > lengths.prompt:
+            tokens = (job.sequences * lengths.total - again * lengths.prompt) / model.layout.dp
+            micro_batches = math.ceil(tokens / (model.most_tokens - lengths.prompt))  # each computes one prompt again
+    launches = micro_batches * model.arch.num_layers / model.layout.pp * accelerator.launches
+    return max(flops / (model.layout.size * _flops(job, model.arch, accelerator)), launches)
 
 
 def generation_seconds(job: Job, accelerator: Accelerator, lengths: Lengths, cache: CacheRoom) -> float:

@@ -143,6 +143,8 @@ def transformer_fields(
         bias_dropout_fusion=False,
         apply_rope_fusion=transformer_engine,
         moe_grouped_gemm=transformer_engine and arch.moe is not None,
+        # torch's kernel would round after each expert, in whatever order they come
+        moe_permute_fusion=transformer_engine and arch.moe is not None,
         # gloo's sends read a tensor's memory after they have returned; NCCL's hold on to it
         deallocate_pipeline_outputs=on_gpu,
         # interleaved stages talk in both directions at once: a batch of sends and receives between the same two

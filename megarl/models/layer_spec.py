@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -100,6 +101,8 @@ def transformer_engine_layers(arch: Architecture, *, own_attention: bool = False
     """
     from megatron.core.extensions.transformer_engine import TENorm
 
+    # one kernel for the products of all experts, in place of one for each: a host launches so many too slowly
+    os.environ.setdefault("NVTE_USE_CUTLASS_GROUPED_GEMM", "1")
     modules = {}
     for kind in arch.kinds:
         module = get_gpt_layer_with_transformer_engine_spec(
