@@ -39,7 +39,9 @@ def _measure(world: int, tp: int) -> dict[str, Any]:
     config = build_config({**SETTINGS, "actor_rollout_ref": policy, "trainer": trainer})
     world = World()
     try:
-        return asdict(bench_step.measure(bench_step.synthetic_inputs(config, ARCH), world, 2, alone=True, peer=False))
+        return asdict(
+            bench_step.measure(bench_step.synthetic_inputs(config, ARCH), world, 2, alone=True, plain=True, peer=False)
+        )
     finally:
         leave_groups(world)
 

@@ -23,7 +23,20 @@ FILTERED = SamplingParams(temperature=0.9, top_k=20, top_p=0.95, max_tokens=14)
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED, FILTERED])
 @pytest.mark.parametrize("enforce_eager", [False, True])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe", "glm4_moe", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "glm4_moe",
+        "gemma3_text",
+        "gpt_oss",
+        "deepseek_v3",
+        "qwen3_next",
+        "qwen3_5_moe_text",
+    ],
+)
 def test_cuda_equals_cpu(family: str, enforce_eager: bool, params: SamplingParams) -> None:
     arch = ARCHITECTURES[family]
     want = engine_of(arch).generate(GROUPS, params, seeds=SEEDS)
@@ -39,7 +52,7 @@ def test_prompts_in_parts_equal_whole_ones_on_the_cpu(family: str) -> None:
     assert_same(engine.generate(MIXED, SAMPLED, seeds=seeds), want, tolerance=1e-4)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "deepseek_v3", "qwen3_next"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_graphs_equal_eager(dtype: torch.dtype, family: str) -> None:
     """Bit for bit with the same rows in each batch; the last batches are filled up, so their products may round."""
@@ -49,7 +62,7 @@ def test_graphs_equal_eager(dtype: torch.dtype, family: str) -> None:
     assert engine_of(arch, **settings).generate(GROUPS[:8], params, seeds=range(8)) == want
 
 
-@pytest.mark.parametrize("family", ["mixtral", "glm4_moe_groups"])
+@pytest.mark.parametrize("family", ["mixtral", "glm4_moe_groups", "deepseek_v3", "qwen3_next"])
 def test_mixtures_decode_in_graphs(family: str) -> None:
     """A captured graph would fail if the step read anything back."""
     engine = engine_of(ARCHITECTURES[family], device="cuda", max_num_seqs=8)

@@ -17,17 +17,21 @@ from selection import quick  # noqa: E402
 from tiny_engines import GROUPS, assert_same, engine_of  # noqa: E402
 from tiny_families import ARCHITECTURES  # noqa: E402
 
+from megarl.models import delta_rule  # noqa: E402
 from megarl.models.activations import quick_gelu  # noqa: E402
+from megarl.models.delta_rule import Heads  # noqa: E402
 from megarl.models.rope import rope_table  # noqa: E402
 from megarl.models.sizes import BLOCK_SIZE, blocks_for  # noqa: E402
 from megarl.rollout.native import kernels  # noqa: E402
 from megarl.rollout.native.kernels import draw as draw_kernel  # noqa: E402
+from megarl.rollout.native.kernels.delta import delta_step  # noqa: E402
 from megarl.rollout.native.kernels.draw import draw  # noqa: E402
 from megarl.rollout.native.kernels.elementwise import add_and_norm, silu_and_mul  # noqa: E402
 from megarl.rollout.native.kernels.experts import ClampedGLU, mixture  # noqa: E402
 from megarl.rollout.native.kernels.paged_attention import attend, rotate_and_store  # noqa: E402
 from megarl.rollout.native.kv_cache import KVCache  # noqa: E402
 from megarl.rollout.native.parts.grouped_query import GatheredAttention  # noqa: E402
+from megarl.rollout.native.parts.tokens import NewTokens  # noqa: E402
 from megarl.rollout.native.sampler import _inverse_cdf, uniform  # noqa: E402
 from megarl.types import SamplingParams  # noqa: E402
 
@@ -159,6 +163,50 @@ def test_what_is_beyond_a_sequence_counts_for_nothing() -> None:
     assert torch.equal(attend(q, keys, values, tables=cache.tables, slots=slots, positions=at), want)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits", [0, 1, 3])
+@pytest.mark.parametrize(("heads", "rank", "turned"), [(4, 16, 8), (20, 24, 6), (40, 512, 64)])
+def test_latent_attention_equals_torch(heads: int, rank: int, turned: int, splits: int, dtype: torch.dtype) -> None:
+    """The values are the first channels of the keys, of which there is one head; a program takes part of the others."""
+    positions = [0, 15, 16, 200]
+    cache, slots = filled_cache(1, rank + turned, positions, dtype), torch.arange(4, 0, -1, device=DEVICE)
+    at, q = torch.tensor(positions, device=DEVICE), noise(4, heads, rank + turned, dtype=dtype)
+    keys, places = cache.layers[0][0], dict(slots=slots, positions=at)
+    got = attend(q, keys, None, tables=cache.tables, value_dim=rank, scale=0.1, splits=splits, **places)
+    tokens = NewTokens(cache, torch.zeros(512, 2, 1, device=DEVICE, dtype=dtype), longest=201, **places)
+    latents = tokens.gather(0)[0]
+    want = tokens.attend(q, latents, latents[..., :rank], scale=0.1)
+    torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+# --------------------------------------------------------------------------------------------------------- delta rule
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("per_key", "key_dim", "value_dim"), [(1, 8, 4), (2, 6, 20), (2, 128, 128)])
+def test_delta_step_equals_torch(per_key: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> None:
+    """The states of the sequences in other slots stay."""
+    rows, n = 3, 2
+    states, slots = (
+        noise(5, n, per_key, key_dim, value_dim),
+        torch.tensor([[4, 9], [0, 9], [3, 9]], device=DEVICE)[:, 0],
+    )
+    heads = Heads(
+        query=noise(rows, n, key_dim, seed=1),
+        key=noise(rows, n, key_dim, seed=2) * key_dim**-0.5,
+        value=noise(rows, n, per_key * value_dim + 3, dtype=dtype, seed=3)[..., 3:].unflatten(-1, (per_key, value_dim)),
+        decay=-noise(rows, n, per_key, seed=4).abs(),
+        strength=noise(rows, n, per_key, seed=5).sigmoid(),
+    )
+    after = states[slots]
+    want = delta_rule.delta_step(heads, after)
+    want_states = states.index_copy(0, slots, after)
+    got = delta_step(heads, states, slots)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    torch.testing.assert_close(states, want_states, atol=1e-5, rtol=1e-5)
+
+
 # ------------------------------------------------------------------------------------------------------------ experts
 
 
@@ -246,7 +294,8 @@ def test_draw_survives_nan() -> None:
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="tests/test_native_cuda.py does it with compiled kernels")
 @pytest.mark.parametrize(
-    "family", quick(["qwen2", "qwen3", "mixtral", "gemma3_text", "gpt_oss", "glm4_moe", "deepseek_v3"], *range(5))
+    "family",
+    quick(["qwen2", "qwen3", "mixtral", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_next", "glm4_moe"], *range(7)),
 )
 def test_engine_with_kernels_equals_engine_without(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     how, prompts = SamplingParams(temperature=0.9, max_tokens=5), GROUPS[:: 8 if ARCHITECTURES[family].moe else 3]

@@ -17,7 +17,8 @@ from megarl.models.weight_gradient import enable_gradient_accumulation_fusion
 from megarl.parallel.layout import TrainLayout
 
 _KEY = "actor.megatron.override_transformer_config"
-_RECOMPUTED = ("recompute_granularity", "recompute_method", "recompute_num_layers")  # set, but anyone's to choose
+_FREE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "moe_permute_fusion")
+"""Fields that `transformer_fields` sets, but that are anyone's to choose."""
 _DECIDED = re.compile(
     r".*parallel_(size|sizes|layout)|.*_pipeline_stage|account_for_.*_in_pipeline_split|.*_dtype|fp16|enable_autocast"
     r"|cp_comm_type|moe_input_jitter_eps|moe_router_force_.*"
@@ -62,7 +63,7 @@ def check_overrides(
             raise ValueError(
                 f"{_KEY}.{name}: set actor.megatron.{name}, which is divided by all tokens of a mini-batch"
             )
-        decided = (name in fields and name not in _RECOMPUTED) or _DECIDED.fullmatch(name)
+        decided = (name in fields and name not in _FREE) or _DECIDED.fullmatch(name)
         if decided or (name.startswith("moe_") and arch.moe is None):
             raise ValueError(f"{_KEY}.{name}: the model and the layout decide it; leave it out")
         _check_type(name, hints[name], value)

@@ -20,7 +20,7 @@ from megarl.rollout.expert_record import empty_record
 from megarl.rollout.native import kernels
 from megarl.rollout.native.blocks import SCRATCH_BLOCK
 from megarl.rollout.native.cache_size import cache_blocks
-from megarl.rollout.native.graphs import DecodeGraphs, bucket
+from megarl.rollout.native.graphs import DecodeGraphs
 from megarl.rollout.native.in_flight import InFlight
 from megarl.rollout.native.kv_cache import KVCache
 from megarl.rollout.native.model import Decoder, parameter_shapes
@@ -28,7 +28,7 @@ from megarl.rollout.native.parts.part import Attention
 from megarl.rollout.native.passes import PassesByLayer
 from megarl.rollout.native.sampler import Sample, sample
 from megarl.rollout.native.scheduler import Admission, Running, Scheduler
-from megarl.rollout.native.slots import COLUMNS, ON_DEVICE, POSITION, Rows
+from megarl.rollout.native.slots import ON_DEVICE, POSITION, Rows
 from megarl.rollout.requests import check_requests
 from megarl.rollout.stop_strings import Decode
 from megarl.types import Completion, SamplingParams
@@ -49,8 +49,7 @@ class NativeEngine(Engine):
             rank, of its share of the machine's memory. The cache takes no more than `max_num_seqs` sequences of
             `max_model_len` fill, nor than is free on waking.
         decode: token ids to text, for stop strings.
-        enforce_eager: decode without CUDA graphs. CPU ranks, GPUs without Triton, latent and linear attention (no
-            kernels), always do.
+        enforce_eager: decode without CUDA graphs. CPU ranks, and GPUs without Triton, always do.
         share: gives the weights that the engine shares with training.
         records_routing: experts of requests that ask for them (`SamplingParams.routed_experts`) are recorded.
 
@@ -101,8 +100,9 @@ class NativeEngine(Engine):
         self._newest = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)  # drawn for each slot
         self._in_flight: InFlight | None = None
         self._graphs: DecodeGraphs | None = None
-        if kernels.on(self._device) and self._passes.graphs and not enforce_eager:
-            self._graphs = DecodeGraphs(self._logits, rows=max_num_seqs, columns=COLUMNS, device=self._device)
+        if kernels.on(self._device) and not enforce_eager:
+            filling = torch.tensor([[0, 0, max_num_seqs, SCRATCH_BLOCK, 0, 0]])
+            self._graphs = DecodeGraphs(self._logits, rows=max_num_seqs, filling=filling, device=self._device)
 
     def parameters(self) -> dict[str, Tensor]:
         return self._parameters
@@ -237,11 +237,9 @@ class NativeEngine(Engine):
             on_device = upload(table, self._device)
             logits = self._logits(on_device, longest=int(table[:, POSITION].max()) + 1)
         else:
-            filling = torch.tensor([[0, 0, self._max_num_seqs, SCRATCH_BLOCK, 0, 0]])
-            count = bucket(len(rows), self._max_num_seqs) - len(rows)
-            on_device, logits = self._graphs(torch.cat((table, filling.expand(count, -1))))
-        _, _, slots, _, seeds, counts = on_device[: len(rows)].unbind(1)
-        drawn = self._sample(scheduler.kinds, rows, logits[: len(rows)], seeds=seeds, positions=counts)
+            on_device, logits = self._graphs(table)
+        _, _, slots, _, seeds, counts = on_device.unbind(1)
+        drawn = self._sample(scheduler.kinds, rows, logits, seeds=seeds, positions=counts)
         self._newest[slots] = drawn.token_ids
         return InFlight(rows, drawn)
 

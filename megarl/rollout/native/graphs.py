@@ -27,13 +27,14 @@ class DecodeGraphs:
 
     Args:
         step: int64 [rows, columns] on the GPU -> the step's output. Must neither read anything back on the host nor
-            depend on the host's state, and may be called twice in a row with the same rows.
-        rows, columns: of the largest batch.
+            depend on the host's state.
+        rows: of the largest batch.
+        filling: int64 [1, columns], a row that belongs to no sequence: it fills batches up, and warms them up.
     """
 
-    def __init__(self, step: Callable[[Tensor], Tensor], *, rows: int, columns: int, device: torch.device) -> None:
-        self._step = step
-        self._inputs = torch.zeros(rows, columns, dtype=torch.int64, device=device)
+    def __init__(self, step: Callable[[Tensor], Tensor], *, rows: int, filling: Tensor, device: torch.device) -> None:
+        self._step, self._filling = step, filling
+        self._inputs = torch.zeros(rows, filling.shape[1], dtype=torch.int64, device=device)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._warm: set[int] = set()
 
@@ -41,15 +42,17 @@ class DecodeGraphs:
         """Return the rows on the GPU, and the step's output for them. The next call overwrites both.
 
         Args:
-            rows: int64 [bucket, columns], on the host.
+            rows: int64 [count, columns], on the host.
         """
-        inputs = self._inputs[: len(rows)]
-        inputs.copy_(rows.pin_memory(), non_blocking=True)
-        if len(rows) not in self._graphs:
-            self._graphs[len(rows)] = self._capture(inputs)
-        graph, output = self._graphs[len(rows)]
+        size = bucket(len(rows), len(self._inputs))
+        inputs = self._inputs[:size]
+        if size not in self._graphs:
+            self._graphs[size] = self._capture(inputs)
+        filled = torch.cat((rows, self._filling.expand(size - len(rows), -1)))
+        inputs.copy_(filled.pin_memory(), non_blocking=True)
+        graph, output = self._graphs[size]
         graph.replay()
-        return inputs, output
+        return inputs[: len(rows)], output[: len(rows)]
 
     def forget(self) -> None:
         """Drop the graphs, before memory that the step reads is given back; one may still run."""
@@ -59,7 +62,8 @@ class DecodeGraphs:
 
     def _capture(self, inputs: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         if len(inputs) not in self._warm:
-            # Compiling kernels and starting communicators cannot be captured.
+            # Compiling kernels and starting communicators cannot be captured; no sequence is to advance by it.
+            inputs.copy_(self._filling.expand(len(inputs), -1))
             self._step(inputs)
             self._warm.add(len(inputs))
         graph = torch.cuda.CUDAGraph()

@@ -23,7 +23,6 @@ class PassesByLayer(Passes):
             kind: module_of(kind).Passes(kind, max_model_len=max_model_len, dtype=dtype, device=device)
             for kind in dict.fromkeys(self._kinds)
         }
-        self.graphs = all(passes.graphs for passes in self._passes.values())
 
     def prefill(self, *args: Any, **kwargs: Any) -> Attention:
         return self._by_layer(lambda passes: passes.prefill(*args, **kwargs))

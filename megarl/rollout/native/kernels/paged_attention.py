@@ -22,6 +22,9 @@ TILE = 64
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
+SUMS = 8192
+"""A program adds up so many numbers of outputs, of several heads: more would not fit into its registers."""
+
 PROGRAMS = 512
 """So many programs keep a large GPU busy: about four on each of its multiprocessors."""
 
@@ -110,7 +113,7 @@ def rotate_and_store(
 def attend(
     q: Tensor,
     keys: Tensor,
-    values: Tensor,
+    values: Tensor | None,
     *,
     tables: Tensor,
     slots: Tensor,
@@ -119,57 +122,69 @@ def attend(
     scale: float | None = None,
     sinks: Tensor | None = None,
     splits: int = 0,
+    value_dim: int | None = None,
 ) -> Tensor:
     """Compute softmax(scale q k^T) v over the positions 0 to positions[i] of the sequence in slots[i].
 
     Args:
         q: [T, heads, head_dim], rotated and dense.
-        keys, values: [blocks, kv_heads, BLOCK_SIZE, head_dim].
+        keys: [blocks, kv_heads, BLOCK_SIZE, head_dim].
+        values: likewise; None: the first `value_dim` channels of the keys, as of absorbed latents.
         tables: int32 [slots, blocks].
         slots, positions: int64 [T].
         window: the last so many of those positions are seen; None: all.
         scale: None: 1 / sqrt(head_dim).
         sinks: [heads], a logit that takes part in each head's softmax, and counts for nothing else.
-        splits: programs per sequence and KV head; 0 chooses by the number of sequences.
+        splits: programs per sequence and heads that they read keys for; 0 chooses by the number of sequences.
+        value_dim: None: head_dim.
 
-    Returns: [T, heads, head_dim].
+    Returns: [T, heads, value_dim].
     """
-    (rows, heads, dim), kv_heads = q.shape, keys.shape[1]
+    (rows, heads, width), kv_heads = q.shape, keys.shape[1]
     assert q.is_contiguous() and slots.stride() == positions.stride()
-    longest, group = tables.shape[1] * BLOCK_SIZE, heads // kv_heads
-    splits = splits or min(max(PROGRAMS // (rows * kv_heads), 1), triton.cdiv(longest, TILE))
-    out = torch.empty_like(q)
-    part, largest, total = _room_for_parts(q, splits)
-    sizes = dict(DIM=dim, DIM_2=max(triton.next_power_of_2(dim), 16), SPLITS=splits)
-    read = (q, keys, values, tables, slots, positions, q if sinks is None else sinks)  # without sinks it is not read
-    _attend[(rows, kv_heads, splits)](
+    dim, group = value_dim or width, heads // kv_heads
+    dim_2 = max(triton.next_power_of_2(dim), 16)  # the least that a matrix product takes, as of heads
+    members = max(min(triton.next_power_of_2(group), SUMS // dim_2), 16)
+    tiles = triton.cdiv(group, members)
+    longest, tile = tables.shape[1] * BLOCK_SIZE, TILE if dim <= 256 else TILE // 2
+    splits = splits or min(max(PROGRAMS // (rows * kv_heads * tiles), 1), triton.cdiv(longest, tile))
+    out = q.new_empty(rows, heads, dim)
+    part, largest, total = _room_for_parts(out, splits)
+    sizes = dict(DIM=dim, DIM_2=dim_2, SPLITS=splits)
+    read = (q, keys, keys if values is None else values, tables, slots, positions)
+    _attend[(rows, kv_heads * tiles, splits)](
         *read,
+        q if sinks is None else sinks,  # without sinks it is not read
         *(out, part, largest, total),
-        math.log2(math.e) * (1 / math.sqrt(dim) if scale is None else scale),
+        math.log2(math.e) * (1 / math.sqrt(width) if scale is None else scale),
         longest if window is None else window,
         tables.stride(0),
         slots.stride(0),
         KV_HEADS=kv_heads,
         GROUP=group,
-        GROUP_2=max(triton.next_power_of_2(group), 16),  # the least that a matrix product takes
+        MEMBERS=members,
+        TILES=tiles,
         BLOCK_SIZE=BLOCK_SIZE,
-        TILE=TILE,
+        TILE=tile,
         SINKS=sinks is not None,
+        WIDTH=width,
+        REST_2=max(triton.next_power_of_2(width - dim), 16),
+        SHARED=values is None,
         **sizes,
         num_warps=4,
-        num_stages=3,
+        num_stages=3 if dim <= 256 else 2,
     )
     if splits > 1:
         _combine[(rows * heads,)](part, largest, total, out, SPLITS_2=triton.next_power_of_2(splits), **sizes)
     return out
 
 
-def _room_for_parts(q: Tensor, splits: int) -> tuple[Tensor, Tensor, Tensor]:
+def _room_for_parts(out: Tensor, splits: int) -> tuple[Tensor, Tensor, Tensor]:
     """Take memory for the unscaled output of each part, its largest score and its sum of weights; a single part needs
     none of them."""
-    parts = (*q.shape[:2], splits) if splits > 1 else (1, 1, 1)
-    part = torch.empty(*parts, q.shape[2], dtype=torch.float32, device=q.device)
-    largest, total = (torch.empty(parts, dtype=torch.float32, device=q.device) for _ in range(2))
+    parts = (*out.shape[:2], splits) if splits > 1 else (1, 1, 1)
+    part = torch.empty(*parts, out.shape[2], dtype=torch.float32, device=out.device)
+    largest, total = (torch.empty(parts, dtype=torch.float32, device=out.device) for _ in range(2))
     return part, largest, total
 
 
@@ -257,15 +272,20 @@ def _attend(
     place_stride,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    GROUP_2: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    TILES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     DIM: tl.constexpr,
     DIM_2: tl.constexpr,
+    WIDTH: tl.constexpr,
+    REST_2: tl.constexpr,
+    SHARED: tl.constexpr,
     SPLITS: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    """Attend from MEMBERS of the heads that read a KV head's keys, whose first DIM channels may be the values."""
+    row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1) // TILES, tl.program_id(2)
     length = tl.load(positions + row * place_stride).to(tl.int32) + 1
     table = tables + tl.load(slots + row * place_stride) * table_stride
     oldest = tl.maximum(length - window, 0)
@@ -273,23 +293,31 @@ def _attend(
     tokens = tl.cdiv(tl.cdiv(length - before, TILE), SPLITS) * TILE
     first = before + split * tokens
     last = tl.minimum(first + tokens, length)
-    member, column, step = tl.arange(0, GROUP_2), tl.arange(0, DIM_2), tl.arange(0, TILE)
+    member = tl.program_id(1) % TILES * MEMBERS + tl.arange(0, MEMBERS)
+    column, step, rest = tl.arange(0, DIM_2), tl.arange(0, TILE), DIM + tl.arange(0, REST_2)
     inside = (member < GROUP)[:, None] & (column < DIM)[None, :]
     head = (row * KV_HEADS + kv_head) * GROUP + member
-    queries = tl.load(q + head[:, None] * DIM + column[None, :], mask=inside, other=0.0)
-    top, weight = _begin(sinks + kv_head * GROUP + member, member < GROUP, split, SINKS, GROUP_2)
-    sums = tl.zeros([GROUP_2, DIM_2], tl.float32)
+    queries = tl.load(q + head[:, None] * WIDTH + column[None, :], mask=inside, other=0.0)
+    if DIM < WIDTH:
+        also = (member < GROUP)[:, None] & (rest < WIDTH)[None, :]
+        other_queries = tl.load(q + head[:, None] * WIDTH + rest[None, :], mask=also, other=0.0)
+    top, weight = _begin(sinks + kv_head * GROUP + member, member < GROUP, split, SINKS, MEMBERS)
+    sums = tl.zeros([MEMBERS, DIM_2], tl.float32)
     for start in range(first, last, TILE):
         token = start + step
         seen = (token < last) & (token >= oldest)
         block = tl.load(table + token // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
-        place = ((block * KV_HEADS + kv_head) * BLOCK_SIZE + token % BLOCK_SIZE) * DIM
+        place = ((block * KV_HEADS + kv_head) * BLOCK_SIZE + token % BLOCK_SIZE) * WIDTH
         mine = seen[:, None] & (column < DIM)[None, :]
         at = place[:, None] + column[None, :]
         key = tl.load(keys + at, mask=mine, other=0.0)
         score = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
+        if DIM < WIDTH:
+            at_rest = place[:, None] + rest[None, :]
+            other_key = tl.load(keys + at_rest, mask=seen[:, None] & (rest < WIDTH)[None, :], other=0.0)
+            score += tl.dot(other_queries, tl.trans(other_key), input_precision="ieee") * scale
         score = tl.where(seen[None, :], score, -float("inf"))
-        value = tl.load(values + at, mask=mine, other=0.0)
+        value = key if SHARED else tl.load(values + at, mask=mine, other=0.0)
         top, weight, sums = _add(score, value, top, weight, sums)
     if SPLITS == 1:
         result = (sums / weight[:, None]).to(out.dtype.element_ty)
@@ -302,10 +330,10 @@ def _attend(
 
 
 @triton.jit
-def _begin(sinks, inside, split, SINKS: tl.constexpr, GROUP_2: tl.constexpr):
+def _begin(sinks, inside, split, SINKS: tl.constexpr, MEMBERS: tl.constexpr):
     """Begin a softmax: its largest logit and its sum of weights. A sink is a logit that the first part begins with."""
-    top = tl.full([GROUP_2], -float("inf"), tl.float32)
-    weight = tl.zeros([GROUP_2], tl.float32)
+    top = tl.full([MEMBERS], -float("inf"), tl.float32)
+    weight = tl.zeros([MEMBERS], tl.float32)
     if SINKS:
         sink = tl.load(sinks, mask=inside, other=0.0).to(tl.float32) * LOG2_E
         top = tl.where(split == 0, sink, top)

@@ -1,4 +1,4 @@
-"""Computes gated delta nets in the native engine, in plain torch: it has neither kernels of its own nor CUDA graphs.
+"""Computes gated delta nets in the native engine: over whole prompts, and over new tokens of running sequences.
 
 Its input is `heads` [T, key heads, width] of the in-projection, but for the output gates, see
 `megarl.models.parts.gated_delta`. What it keeps of a sequence lies in the sequence's slot.
@@ -24,6 +24,7 @@ from megarl.models.delta_rule import (
 )
 from megarl.models.parts.gated_delta import GatedDelta
 from megarl.parallel.upload import upload
+from megarl.rollout.native import kernels
 from megarl.rollout.native.kv_cache import KVCache
 from megarl.rollout.native.parts import part
 from megarl.rollout.native.parts.part import Attention, Group
@@ -60,9 +61,7 @@ class Weights(part.AttentionWeights):
 
 
 class Passes(part.Passes):
-    """Computes whole prompts chunk by chunk, and new tokens one by one."""
-
-    graphs = False
+    """Computes whole prompts chunk by chunk, and new tokens one by one, on a GPU by a kernel of Triton's."""
 
     def __init__(self, kind: GatedDelta, *, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
         self._kind, self._device = kind, device
@@ -104,8 +103,13 @@ class NextTokens:
     ) -> Tensor:
         of_conv, of_heads = self._cache.states[layer]
         convolved, last = convolve_next(channels.flatten(1), conv, of_conv[self._slots])
+        of_conv[self._slots] = last.float()
         heads = Heads.of(self._kind, convolved.view(channels.shape), scalars, A_log, dt_bias)
+        if kernels.on(of_heads.device):
+            from megarl.rollout.native.kernels import delta
+
+            return delta.delta_step(heads, of_heads, self._slots)
         states = of_heads[self._slots]
         out = delta_step(heads, states)
-        of_conv[self._slots], of_heads[self._slots] = last.float(), states
+        of_heads[self._slots] = states
         return out

@@ -75,8 +75,6 @@ class Weights(part.AttentionWeights):
 class Passes(part.Passes):
     """Sends whole prompts through torch's kernels, and new tokens through Triton's on a GPU or else through torch's."""
 
-    graphs = True
-
     def __init__(self, kind: GroupedQuery, *, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
         self._kind, self._rope = kind, rope_table(kind, max_model_len, device).to(dtype)
 

@@ -1,4 +1,4 @@
-"""Computes latent attention in the native engine, in plain torch: it has neither kernels of its own nor CUDA graphs.
+"""Computes latent attention in the native engine: over whole prompts, and over new tokens of running sequences.
 
 Its inputs are not yet rotated: q [T, heads, qk_head_dim] and, for all heads, latent [T, kv_lora_rank] and turned
 [T, qk_rope_head_dim], which are cached. `up` [heads, qk_nope_head_dim + v_head_dim, kv_lora_rank] makes the other
@@ -8,7 +8,9 @@ channels of keys, and values, of a latent: those of prompts. Decode steps absorb
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +18,13 @@ from torch import Tensor
 
 from megarl.models.parts.latent import Latent
 from megarl.models.rope import apply_rope, pairs_apart, rope_table
+from megarl.rollout.native import kernels
 from megarl.rollout.native.kv_cache import KVCache
 from megarl.rollout.native.parts import part
 from megarl.rollout.native.parts.part import Attention, Group
-from megarl.rollout.native.parts.tokens import NewTokens, PrefillTokens
+from megarl.rollout.native.parts.tokens import NewTokens, Places, PrefillTokens
+
+P = TypeVar("P", bound=Places)
 
 _Q, _Q_A, _Q_NORM, _Q_B, _KV_A, _KV_NORM, _KV_B, _O = (
     f"self_attn.{name}.weight"
@@ -71,9 +76,7 @@ class Weights(part.AttentionWeights):
 
 
 class Passes(part.Passes):
-    """Sends whole prompts and new tokens through torch's kernels, on GPUs, too."""
-
-    graphs = False
+    """Sends whole prompts through torch's kernels, and new tokens through Triton's on a GPU or else through torch's."""
 
     def __init__(self, kind: Latent, *, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
         self._kind, self._rope = kind, rope_table(kind, max_model_len, device).to(dtype)
@@ -82,8 +85,10 @@ class Passes(part.Passes):
         return PrefillAttention(self._kind, PrefillTokens(cache, self._rope, slots=slots, lengths=lengths, start=start))
 
     def decode(self, cache: KVCache, *, slots: Tensor, positions: Tensor, blocks: Tensor, longest: int) -> Attention:
+        if kernels.on(self._rope.device):
+            return PagedAttention(self._kind, Places(cache, self._rope, slots=slots, positions=positions))
         tokens = NewTokens(cache, self._rope, slots=slots, positions=positions, longest=longest)
-        return AbsorbedAttention(self._kind, tokens)
+        return GatheredAttention(self._kind, tokens)
 
 
 class PrefillAttention:
@@ -104,24 +109,46 @@ class PrefillAttention:
         return self._tokens.attend(q, k, v, scale=kind.softmax_scale).flatten(1)
 
 
-class AbsorbedAttention:
+class AbsorbedAttention(ABC, Generic[P]):
     """Attends from new tokens to the latents of their sequences."""
 
-    def __init__(self, kind: Latent, tokens: NewTokens) -> None:
-        self._kind, self._tokens = kind, tokens
+    def __init__(self, kind: Latent, tokens: P) -> None:
+        self.kind, self.tokens = kind, tokens
 
     def __call__(self, layer: int, q: Tensor, latent: Tensor, turned: Tensor, up: Tensor) -> Tensor:
-        kind = self._kind
+        kind = self.kind
         up_to_k, up_to_v = up.split((kind.qk_nope_head_dim, kind.v_head_dim), dim=1)
-        q_still, q_turned, _ = _rotate_and_store(kind, self._tokens, layer, q, latent, turned)
+        q_still, q_turned, _ = _rotate_and_store(kind, self.tokens, layer, q, latent, turned)
         q = torch.cat((torch.einsum("thd,hdr->thr", q_still, up_to_k), q_turned), dim=-1)
-        (keys,) = self._tokens.gather(layer)
-        out = self._tokens.attend(q, keys, keys[..., : kind.kv_lora_rank], scale=kind.softmax_scale)
-        return torch.einsum("thr,hdr->thd", out, up_to_v).flatten(1)
+        return torch.einsum("thr,hdr->thd", self.attend(layer, q), up_to_v).flatten(1)
+
+    @abstractmethod
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        """Attend: [T, heads, cached_dim] -> [T, heads, kv_lora_rank]."""
+
+
+class GatheredAttention(AbsorbedAttention[NewTokens]):
+    """Reads the latents of all sequences up to the longest's."""
+
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        (keys,) = self.tokens.gather(layer)
+        return self.tokens.attend(q, keys, keys[..., : self.kind.kv_lora_rank], scale=self.kind.softmax_scale)
+
+
+class PagedAttention(AbsorbedAttention[Places]):
+    """Reads the latents where they lie."""
+
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        from megarl.rollout.native.kernels import paged_attention
+
+        tokens, kind = self.tokens, self.kind
+        (keys,), tables = tokens.cache.layers[layer], tokens.cache.tables
+        how: Any = dict(tables=tables, slots=tokens.slots, positions=tokens.positions, scale=kind.softmax_scale)
+        return paged_attention.attend(q, keys, None, value_dim=kind.kv_lora_rank, **how)
 
 
 def _rotate_and_store(
-    kind: Latent, tokens: PrefillTokens | NewTokens, layer: int, q: Tensor, latent: Tensor, turned: Tensor
+    kind: Latent, tokens: PrefillTokens | Places, layer: int, q: Tensor, latent: Tensor, turned: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotate, and put the latents with the rotated channels of the keys into the cache.
 

@@ -102,12 +102,7 @@ class Passes(Protocol):
 
     Args:
         kind: the attention, of `megarl.models.parts`.
-
-    Attributes:
-        graphs: whether decode steps may run in CUDA graphs, where `longest` is always the model's length.
     """
-
-    graphs: bool
 
     def __init__(self, kind: Any, *, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None: ...
 

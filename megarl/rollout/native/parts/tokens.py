@@ -75,21 +75,36 @@ def _all_tokens(end: int, device: torch.device) -> SharedKeys:
     return SharedKeys(rows=None, cu_seqlens=cu_seqlens, longest=end, slots=tokens)
 
 
-class NewTokens:
-    """Knows of new tokens: i, of the sequence in slots[i], attends to that sequence up to its own position.
+class Places:
+    """Knows where new tokens are: i, of the sequence in slots[i].
+
+    Args:
+        rope: [max_model_len, 2, rotary_dim / 2], as of `rope_table`.
+        slots, positions: int64 [T].
+
+    Attributes:
+        cos_sin: rows of `rope` at the tokens' positions.
+    """
+
+    def __init__(self, cache: KVCache, rope: Tensor, *, slots: Tensor, positions: Tensor) -> None:
+        self.cache, self.slots, self.positions = cache, slots, positions
+        self.cos_sin = rope[positions]
+
+    def store(self, layer: int, *heads: Tensor) -> None:
+        """Write what the cache keeps of the tokens, see `KVCache.write`."""
+        self.cache.write(layer, self.slots, self.positions, *heads)
+
+
+class NewTokens(Places):
+    """Knows of new tokens that attend to their sequences up to their own positions.
 
     Gathers the blocks of every sequence, up to the longest's, then calls torch's attention. The queries that share a KV
     head are treated as so many query tokens of one head: they are at the same position, and grouped-query attention
     with a mask would otherwise copy the keys and values once per query head on CUDA.
 
     Args:
-        rope: [max_model_len, 2, rotary_dim / 2], as of `rope_table`.
-        slots, positions: int64 [T].
         longest: max(positions) + 1, which the caller knows without asking the device.
         window: tokens that a token sees, itself the last of them; None: all up to itself.
-
-    Attributes:
-        cos_sin: rows of `rope` at the tokens' positions.
     """
 
     def __init__(
@@ -102,8 +117,7 @@ class NewTokens:
         longest: int,
         window: int | None = None,
     ) -> None:
-        self._cache, self._slots, self._positions = cache, slots, positions
-        self.cos_sin = rope[positions]
+        super().__init__(cache, rope, slots=slots, positions=positions)
         self._blocks = blocks_for(longest)
         tokens = torch.arange(self._blocks * BLOCK_SIZE, device=rope.device)
         hidden = tokens > positions[:, None]
@@ -112,13 +126,9 @@ class NewTokens:
         mask = torch.zeros(hidden.shape, dtype=rope.dtype, device=rope.device).masked_fill_(hidden, float("-inf"))
         self._mask = mask[:, None, None]
 
-    def store(self, layer: int, *heads: Tensor) -> None:
-        """Write what the cache keeps of the tokens, see `KVCache.write`."""
-        self._cache.write(layer, self._slots, self._positions, *heads)
-
     def gather(self, layer: int) -> Tensor:
         """Read what the cache keeps of the tokens' sequences, see `KVCache.read`."""
-        return self._cache.read(layer, self._slots, self._blocks)
+        return self.cache.read(layer, self.slots, self._blocks)
 
     def attend(
         self, q: Tensor, keys: Tensor, values: Tensor, *, scale: float | None = None, sinks: Tensor | None = None
