@@ -43,7 +43,8 @@ def test_classifiers_are_named_as_in_transformers() -> None:
     for name in FAMILIES:
         classifier = classifier_of(name)
         assert language_model_of(classifier) == name
-        assert name in ("Glm4MoeForCausalLM", "Qwen3_5MoeForCausalLM") or hasattr(transformers, classifier)  # have none
+        without = ("Glm4MoeForCausalLM", "MiniMaxM2ForCausalLM", "Qwen3_5MoeForCausalLM")
+        assert name in without or hasattr(transformers, classifier)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -215,6 +216,10 @@ _YARN = CONFIGS["deepseek_v3_yarn"]["rope_scaling"]
             "factor must be a finite number above 0, not '4'",
         ),
         ("deepseek_v3_yarn", {"rope_theta": 1}, "rope_theta = 1.0 must be above 1 with YaRN"),
+        ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported (only 'sigmoid')"),
+        ("minimax_m2", {"attn_type_list": [1, 0]}, "attn_type_list = [1, 0] is not supported (only [1, 1])"),
+        ("minimax_m2", {"rotary_dim": 3}, "rotates 3 of a head's 8 channels, which must be an even number"),
+        ("minimax_m2", {"quantization_config": {"quant_method": "fp8"}}, "minimax_m2: quantized weights are not"),
         ("qwen3_next", {"mlp_only_layers": [1]}, "qwen3_next: mlp_only_layers = [1] is not supported (only [])"),
         ("qwen3_next", {"full_attention_interval": 0}, "full_attention_interval must be a whole number from 1 on, not"),
         ("qwen3_next", {"full_attention_interval": 5}, "layer_types without 'full_attention' is not supported"),
@@ -279,7 +284,8 @@ def test_layers_that_only_torch_has() -> None:
     linear = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
     assert names == {"gemma3_text", "gpt_oss", "deepseek_v3", "deepseek_v3_yarn", "olmo2"} | linear
     assert [name for name, arch in ARCHITECTURES.items() if not arch.fused_attention and name not in names] == [
-        "qwen2_yarn"
+        "qwen2_yarn",
+        "minimax_m2",
     ]
 
 

@@ -287,8 +287,23 @@ def test_loss_and_gradient_norm_agree_with_windows(
 )
 def test_loss_and_gradient_norm_agree_with_norms_over_all_heads(ranks: Ranks, case: Case) -> None:
     """With four ranks, two have the same KV head."""
-    plain = ranks.run(1, train, Case(), 3, "policy", NORMS_BEHIND)[0]
-    for history in ranks.run(case.world, train, case, 3, "policy", NORMS_BEHIND):
+    _agree(ranks, case, NORMS_BEHIND)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(tp=2, ep=2, etp=1, sequence_parallel=True), Case(tp=2, dp=2, ep=2, sequence_parallel=True)],
+    ids=lambda case: case.name,
+)
+@pytest.mark.slow
+def test_loss_and_gradient_norm_agree_with_such_norms_and_experts(ranks: Ranks, case: Case) -> None:
+    """As MiniMax-M2's layers."""
+    _agree(ranks, case, changed(WITH_EXPERTS, qkv_bias=False, norm_over_heads=True, partial_rotary_factor=0.5))
+
+
+def _agree(ranks: Ranks, case: Case, arch: Architecture) -> None:
+    plain = ranks.run(1, train, Case(), 3, "policy", arch)[0]
+    for history in ranks.run(case.world, train, case, 3, "policy", arch):
         for got, want in zip(history, plain, strict=True):
             assert got == pytest.approx(want, rel=1e-5, abs=1e-7)
 

@@ -86,12 +86,16 @@ def test_transformer_engine_agrees_with_torch(ranks: Ranks, case: Case, arch: Ar
     _compare(ranks, case, arch)
 
 
-@pytest.mark.parametrize("arch", [ARCH, changed(ARCH, rope_scaling=YARN), WITH_EXPERTS], ids=["", "yarn", "experts"])
+@pytest.mark.parametrize(
+    "arch",
+    [ARCH, changed(ARCH, rope_scaling=YARN), WITH_EXPERTS, changed(WITH_EXPERTS, norm_over_heads=True)],
+    ids=["", "yarn", "experts", "norms-over-heads"],
+)
 @pytest.mark.parametrize(("case", "shared"), [(Case(), True), (Case(cp=2, gen_tp=2), False)], ids=["prompts", "cp2"])
 def test_our_attention_in_its_layers_agrees_with_torch(
     ranks: Ranks, case: Case, shared: bool, arch: Architecture
 ) -> None:
-    """Prompts that are computed once, context parallelism, and YaRN, between its projections."""
+    """Prompts that are computed once, context parallelism, YaRN, and norms over all heads."""
     _compare(ranks, case, arch, shared=shared)
 
 

@@ -233,6 +233,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     ),
     "qwen3_5_moe_text": _linear("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", rope_theta=1e7),
     "olmo2": _config("Olmo2ForCausalLM", "olmo2", rope_theta=500_000.0),
+    "minimax_m2": _config(
+        "MiniMaxM2ForCausalLM", "minimax_m2", num_local_experts=8, num_experts_per_tok=4, rotary_dim=4, rope_theta=5e6
+    ),
     "qwen3_moe_plain": _qwen3_moe(norm_topk_prob=False, tie_word_embeddings=True),
 }
 

@@ -21,6 +21,7 @@ from megarl.models.families import (
     glm4_moe,
     gpt_oss,
     llama,
+    minimax_m2,
     mistral,
     mixtral,
     of_user,
@@ -48,6 +49,7 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], Architecture]] = {
     "Qwen3_5ForCausalLM": qwen3_5_text.architecture,
     "Qwen3_5MoeForCausalLM": qwen3_5_moe_text.architecture,
     "Olmo2ForCausalLM": olmo2.architecture,
+    "MiniMaxM2ForCausalLM": minimax_m2.architecture,
 }
 
 _WITH_IMAGES = {

@@ -12,6 +12,12 @@ from megarl.models.parts.experts import Experts, MixtureOfExperts
 
 def architecture(config: dict[str, Any]) -> Architecture:
     """Read a Hugging Face `MixtralConfig`; raises KeyError for a missing field, ValueError for an unsupported one."""
+    config = {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5} | config
+    return llama.model(config, "mixtral", replace(mistral.layer(config, "mixtral"), mlp=experts(config)))
+
+
+def experts(config: dict[str, Any]) -> Experts:
+    """Read the experts, whose files name them otherwise than those of other families."""
     moe = MixtureOfExperts(
         num_experts=config["num_local_experts"],
         experts_per_token=config["num_experts_per_tok"],
@@ -21,7 +27,4 @@ def architecture(config: dict[str, Any]) -> Architecture:
         up_proj="w3",
         down_proj="w2",
     )
-    config = {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5} | config
-    kind = mistral.layer(config, "mixtral")
-    experts = Experts(ffn_hidden_size=config["intermediate_size"], moe=moe)
-    return llama.model(config, "mixtral", replace(kind, mlp=experts))
+    return Experts(ffn_hidden_size=config["intermediate_size"], moe=moe)

@@ -82,13 +82,13 @@ class GroupedQuery(AttentionPart):
 
     @property
     def transformer_engine(self) -> bool:
-        torch_only = self.sinks or self.output_gate or self.norm_over_heads
-        return self.sliding_window is None and not torch_only
+        return self.sliding_window is None and not (self.sinks or self.output_gate)
 
     @property
     def fused_attention(self) -> bool:
-        """Leave out YaRN, which multiplies queries and keys as it rotates them."""
-        return self.transformer_engine and not isinstance(self.rope_scaling, Yarn)
+        """Leave out norms over all heads, and YaRN, which multiplies queries and keys as it rotates them."""
+        ours = self.norm_over_heads or isinstance(self.rope_scaling, Yarn)
+        return self.transformer_engine and not ours
 
     @property
     def queries_per_group(self) -> int:

@@ -33,6 +33,7 @@ class Router:
         logit_bias: whether each expert has a number, which is trained, that is added to its logit.
         module: the block's name within a layer, in Hugging Face files and in vLLM.
         gate: the router's name within the block.
+        bias_name: the correction bias' name within the block; None: as one of the router's own.
     """
 
     num_experts: int
@@ -46,6 +47,7 @@ class Router:
     logit_bias: bool = False
     module: str = "mlp"
     gate: str = "gate"
+    bias_name: str | None = None
 
     def __post_init__(self) -> None:
         check_counts(self, "num_experts", "experts_per_token", most=MOST_EXPERTS)
@@ -95,7 +97,7 @@ class Router:
     @property
     def bias(self) -> str:
         """Name the correction bias, as `weight` names the weight."""
-        return f"{self.module}.{self.gate}.e_score_correction_bias"
+        return f"{self.module}.{self.bias_name or f'{self.gate}.e_score_correction_bias'}"
 
     @property
     def added_to_logits(self) -> str:
