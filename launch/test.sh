@@ -9,7 +9,7 @@ if [ "${1:-}" = --all ]; then
     SELECTION=()
     shift
 fi
-WORKERS=2  # a file's tests run one after another: they share ranks
+WORKERS=3  # one more than two cores: tests wait, too; those of a file run one after another, since they share ranks
 if nvidia-smi -L > /dev/null 2>&1; then
     WORKERS=0  # the tests of a GPU host want all GPUs
 fi

@@ -33,7 +33,7 @@ def _measure(what: str, world: int, arch: Architecture = ARCH) -> dict[str, Any]
             return asdict(bench.measure_log_probs(ARCH, groups, 40))
         actor = bench.build(config, arch, groups)
         if what == "training":
-            return asdict(bench.measure_training(actor, config, [24] * 4 * world, 2, None))
+            return asdict(bench.measure_training(actor, config, [24] * 4 * world, 2, None, plain=True))
         lengths = bench.long_tailed(24, 48)
         return asdict(bench.measure_packing(actor, config, lengths, 1)) | {"lengths": lengths}
     finally:
