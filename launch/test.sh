@@ -31,7 +31,7 @@ check ruff "$PYTHON" -m ruff check .
 check mypy "$PYTHON" -m mypy
 # without the theme's own announcement
 check docs env NO_MKDOCS_2_WARNING=1 "$PYTHON" -m mkdocs build --strict --site-dir .cache/site
-check pytest "$PYTHON" -m pytest -n "$WORKERS" --dist loadfile --instafail ${SELECTION[@]+"${SELECTION[@]}"} "$@"
+check pytest "$PYTHON" -m pytest -n "$WORKERS" --dist loadfile --no-loadscope-reorder --instafail ${SELECTION[@]+"${SELECTION[@]}"} "$@"
 echo "== summary"
 printf '%s\n' "${RESULTS[@]}"
 exit "$STATUS"

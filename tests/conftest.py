@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,13 @@ settings.load_profile("busy machine")
 # there is a process for each core: threads of each would wait for those of the others, spinning
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put files of slow tests first: each file is one worker's, and at the end the others would wait for it."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: -slow[item.path] / tests[item.path])
 
 
 def pytest_collection_finish() -> None:
