@@ -21,7 +21,9 @@ _ONLY: dict[str, Any] = {
 
 def architecture(config: dict[str, Any]) -> Architecture:
     """Read a `MiniMaxM2Config`; raises KeyError for a missing field, ValueError for an unsupported one."""
-    check_only(config, "minimax_m2", _ONLY | {"attn_type_list": [1] * config["num_hidden_layers"]})
+    check_only(config, "minimax_m2", _ONLY)
+    if any(kind != 1 for kind in config.get("attn_type_list") or []):
+        raise ValueError("minimax_m2: attn_type_list with another number than 1, full attention, is not supported")
     if config.get("quantization_config"):
         raise ValueError("minimax_m2: quantized weights are not supported: convert them to bfloat16 first")
     config = {"rope_theta": 5_000_000.0, **config}
