@@ -18,11 +18,14 @@ from training_cases import (
     NORMS_BEHIND,
     SINKS,
     SOME_WITH_EXPERTS,
+    WIDE,
+    WIDE_WITH_EXPERTS,
     WINDOWS,
     WITH_EXPERTS,
     Case,
     actor_in,
     fixed_batch,
+    same_again,
     train,
     update,
 )
@@ -306,6 +309,12 @@ def _agree(ranks: Ranks, case: Case, arch: Architecture) -> None:
     for history in ranks.run(case.world, train, case, 3, "policy", arch):
         for got, want in zip(history, plain, strict=True):
             assert got == pytest.approx(want, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("arch", [WIDE, WIDE_WITH_EXPERTS], ids=["dense", "experts"])
+def test_a_pass_with_gradients_has_the_bits_of_one_without(ranks: Ranks, arch: Architecture) -> None:
+    """The first ratio is exactly 1. A later Megatron-Core orders a token's experts with gradients alone."""
+    assert ranks.run(1, same_again, arch, "float32")[0] == (True, 0.0)
 
 
 SINK_CASES = [

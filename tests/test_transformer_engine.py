@@ -12,21 +12,20 @@ from ranks import Ranks
 from training_cases import (
     ARCH,
     SOME_WITH_EXPERTS,
+    WIDE,
+    WIDE_WITH_EXPERTS,
     WITH_EXPERTS,
     Case,
     actor_in,
     fixed_batch,
     hybrid_of,
     mini_batch_of,
+    same_again,
     update,
 )
 
-from megarl.algorithms.aggregation import token_weights
-from megarl.algorithms.losses.vanilla import PolicyClip
 from megarl.models.architecture import Architecture
-from megarl.models.parts.experts import MixtureOfExperts
 from megarl.models.parts.rotary import RopeScaling, Yarn
-from megarl.types import batch_of
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or importlib.util.find_spec("transformer_engine") is None,
@@ -99,28 +98,10 @@ def test_our_attention_in_its_layers_agrees_with_torch(
     _compare(ranks, case, arch, shared=shared)
 
 
-def _same_again(arch: Architecture) -> tuple[bool, float]:
-    """Whether log-probs are the same bits twice, and how far the first ratio is from 1."""
-    generator = torch.Generator().manual_seed(0)
-    texts = torch.randint(arch.vocab_size, (8, 512), generator=generator).tolist()
-    batch = batch_of([text[:1] for text in texts], [text[1:] for text in texts], list(range(8)))
-    with actor_in(Case(), arch, "bfloat16", lr=1e-3) as actor:
-        passes = actor.plan(batch).mini_batches[0]
-        first, second = actor.log_probs(batch, passes), actor.log_probs(batch, passes)
-        batch = batch.with_(old_logp=first, advantages=torch.ones(len(batch.tokens)))
-        weights = token_weights(batch, range(8), "token-mean", 512)
-        (out,) = actor.accumulate_gradients(batch, passes, weights, PolicyClip(clip_low=0.2, clip_high=0.2))
-        deviation = max(float(loss.metrics["ratio_max_deviation"].value) for loss in out.losses)
-        return torch.equal(first, second), deviation
-
-
-@pytest.mark.parametrize("experts", [False, True])
-def test_the_first_ratio_is_one(ranks: Ranks, experts: bool) -> None:
+@pytest.mark.parametrize("arch", [WIDE, WIDE_WITH_EXPERTS], ids=["dense", "experts"])
+def test_the_first_ratio_is_one(ranks: Ranks, arch: Architecture) -> None:
     """The kernels add up in the same order each time, also where several experts return a token."""
-    moe = MixtureOfExperts(num_experts=32, experts_per_token=8, norm_topk_prob=True)
-    wide = {"hidden_size": 512, "ffn_hidden_size": 256, "head_dim": 64}
-    arch = changed(ARCH, **wide, **({"moe": moe} if experts else {}))
-    assert ranks.run(1, _same_again, arch)[0] == (True, 0.0)
+    assert ranks.run(1, same_again, arch, "bfloat16")[0] == (True, 0.0)
 
 
 @pytest.mark.parametrize("arch", [WITH_EXPERTS, SOME_WITH_EXPERTS], ids=["experts", "sigmoid-experts"])

@@ -43,6 +43,8 @@ ARCH = alike(
     init_std=0.1,
 )
 WITH_EXPERTS = changed(ARCH, moe=MixtureOfExperts(num_experts=6, experts_per_token=2, norm_topk_prob=True))
+WIDE = changed(ARCH, hidden_size=512, ffn_hidden_size=256, head_dim=64)
+WIDE_WITH_EXPERTS = changed(WIDE, moe=MixtureOfExperts(num_experts=32, experts_per_token=8, norm_topk_prob=True))
 SIGMOID = MixtureOfExperts(
     num_experts=8,
     experts_per_token=4,
@@ -194,6 +196,24 @@ def fixed_batch() -> Batch:
         [i // 4 for i in range(SEQUENCES)],
     )
     return batch.with_(rewards=torch.rand(SEQUENCES, generator=generator))
+
+
+def same_again(arch: Architecture, dtype: str) -> tuple[bool, float]:
+    """Whether log-probs are the same bits twice, and how far the first ratio of a training pass is from 1."""
+    from megarl.algorithms.aggregation import token_weights
+    from megarl.algorithms.losses.vanilla import PolicyClip
+
+    generator = torch.Generator().manual_seed(0)
+    texts = torch.randint(arch.vocab_size, (8, 256), generator=generator).tolist()
+    batch = batch_of([text[:1] for text in texts], [text[1:] for text in texts], list(range(8)))
+    with actor_in(Case(), arch, dtype) as actor:
+        passes = actor.plan(batch).mini_batches[0]
+        first, second = (actor.log_probs(batch, passes) for _ in range(2))
+        batch = batch.with_(old_logp=first, advantages=torch.ones(len(batch.tokens)))
+        weights = token_weights(batch, range(8), "token-mean", 256)
+        (out,) = actor.accumulate_gradients(batch, passes, weights, PolicyClip(clip_low=0.2, clip_high=0.2))
+        deviation = max(float(loss.metrics["ratio_max_deviation"].value) for loss in out.losses)
+        return torch.equal(first, second), deviation
 
 
 def with_targets() -> Batch:

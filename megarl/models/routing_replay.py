@@ -56,7 +56,9 @@ class RouterReplay:
         """Return values and numbers of each token's experts, as Megatron-Core's class of that name does."""
         assert default_compute_topk is not None
         if not self.recorded.holds:
-            return default_compute_topk(scores, topk, num_groups, group_topk)
+            # without gradients Megatron-Core 0.19 leaves them in any order, in which their weights round otherwise
+            with torch.enable_grad():
+                return default_compute_topk(scores, topk, num_groups, group_topk)
         with torch.no_grad():
             _, best = default_compute_topk(scores, topk, num_groups, group_topk)
         recorded = self._next(best)

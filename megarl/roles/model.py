@@ -104,9 +104,8 @@ class MegatronModel:
             gathers_keys=groups.layout.gathers_keys,
         )
         self.router_losses: RouterLosses | None = None
-        self.replay: RoutingReplay | None = None
-        if self.kind.replays_routing and arch.moe is not None:
-            self.replay = RoutingReplay(arch, groups, self.chunks, self.shard)
+        routing = None if arch.moe is None else RoutingReplay(arch, groups, self.chunks, self.shard)
+        self.replay = routing if self.kind.replays_routing else None
         self.memory: dict[Item, tuple[Resident, ...]] = {Item.WEIGHTS: (Resident(),)}
         at = groups.layout.coords(groups.world.rank)
         last_stage = at.pp == groups.layout.pp - 1
