@@ -157,11 +157,13 @@ def transformer_fields(
         fields |= dict(pipeline_model_parallel_layout=_uneven_stages(chunks))
     fields |= _layer_fields(arch)
     fields |= _activation(fields.get("activation_func", "silu"), on_gpu, transformer_engine and arch.moe is None)
+    return fields | _recomputed(recompute)
+
+
+def _recomputed(recompute: bool | Sequence[str]) -> dict[str, Any]:
     if recompute is True:
-        fields |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    elif recompute:
-        fields |= dict(recompute_granularity="selective", recompute_modules=list(recompute))
-    return fields
+        return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    return dict(recompute_granularity="selective", recompute_modules=list(recompute)) if recompute else {}
 
 
 def _layer_fields(arch: Architecture) -> dict[str, Any]:

@@ -140,19 +140,16 @@ def attend(
 
     Returns: [T, heads, value_dim].
     """
-    (rows, heads, width), kv_heads = q.shape, keys.shape[1]
     assert q.is_contiguous() and slots.stride() == positions.stride()
-    dim, group = value_dim or width, heads // kv_heads
-    dim_2 = max(triton.next_power_of_2(dim), 16)  # the least that a matrix product takes, as of heads
-    members = max(min(triton.next_power_of_2(group), SUMS // dim_2), 16)
-    tiles = triton.cdiv(group, members)
-    longest, tile = tables.shape[1] * BLOCK_SIZE, TILE if dim <= 256 else TILE // 2
-    splits = splits or min(max(PROGRAMS // (rows * kv_heads * tiles), 1), triton.cdiv(longest, tile))
-    out = q.new_empty(rows, heads, dim)
+    (rows, heads, width), kv_heads = q.shape, keys.shape[1]
+    programs = _programs(heads // kv_heads, width, value_dim or width)
+    at_once, longest = rows * kv_heads * programs["TILES"], tables.shape[1] * BLOCK_SIZE
+    splits = splits or min(max(PROGRAMS // at_once, 1), triton.cdiv(longest, programs["TILE"]))
+    out = q.new_empty(rows, heads, value_dim or width)
     part, largest, total = _room_for_parts(out, splits)
-    sizes = dict(DIM=dim, DIM_2=dim_2, SPLITS=splits)
+    sizes = dict(DIM=out.shape[2], DIM_2=programs.pop("DIM_2"), SPLITS=splits)
     read = (q, keys, keys if values is None else values, tables, slots, positions)
-    _attend[(rows, kv_heads * tiles, splits)](
+    _attend[(rows, kv_heads * programs["TILES"], splits)](
         *read,
         q if sinks is None else sinks,  # without sinks it is not read
         *(out, part, largest, total),
@@ -161,22 +158,36 @@ def attend(
         tables.stride(0),
         slots.stride(0),
         KV_HEADS=kv_heads,
-        GROUP=group,
-        MEMBERS=members,
-        TILES=tiles,
         BLOCK_SIZE=BLOCK_SIZE,
-        TILE=tile,
         SINKS=sinks is not None,
-        WIDTH=width,
-        REST_2=max(triton.next_power_of_2(width - dim), 16),
         SHARED=values is None,
+        **programs,
         **sizes,
-        num_warps=4,
-        num_stages=3 if dim <= 256 else 2,
     )
     if splits > 1:
         _combine[(rows * heads,)](part, largest, total, out, SPLITS_2=triton.next_power_of_2(splits), **sizes)
     return out
+
+
+def _programs(group: int, width: int, dim: int) -> dict[str, int]:
+    """Choose what a program reads and holds: of `group` heads with one KV head, `width` channels, and `dim` of values.
+
+    A matrix product takes 16 rows and columns at least.
+    """
+    dim_2 = max(triton.next_power_of_2(dim), 16)
+    members = max(min(triton.next_power_of_2(group), SUMS // dim_2), 16)
+    wide = dim > 256
+    return dict(
+        DIM_2=dim_2,
+        WIDTH=width,
+        REST_2=max(triton.next_power_of_2(width - dim), 16),
+        GROUP=group,
+        MEMBERS=members,
+        TILES=triton.cdiv(group, members),
+        TILE=TILE // 2 if wide else TILE,
+        num_warps=4,
+        num_stages=2 if wide else 3,
+    )
 
 
 def _room_for_parts(out: Tensor, splits: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -291,32 +302,24 @@ def _attend(
     oldest = tl.maximum(length - window, 0)
     before = oldest // TILE * TILE  # whole tiles that are out of sight
     tokens = tl.cdiv(tl.cdiv(length - before, TILE), SPLITS) * TILE
-    first = before + split * tokens
-    last = tl.minimum(first + tokens, length)
+    first, last = before + split * tokens, tl.minimum(before + (split + 1) * tokens, length)
     member = tl.program_id(1) % TILES * MEMBERS + tl.arange(0, MEMBERS)
     column, step, rest = tl.arange(0, DIM_2), tl.arange(0, TILE), DIM + tl.arange(0, REST_2)
-    inside = (member < GROUP)[:, None] & (column < DIM)[None, :]
-    head = (row * KV_HEADS + kv_head) * GROUP + member
+    there, head = member < GROUP, (row * KV_HEADS + kv_head) * GROUP + member
+    inside = there[:, None] & (column < DIM)[None, :]
     queries = tl.load(q + head[:, None] * WIDTH + column[None, :], mask=inside, other=0.0)
-    if DIM < WIDTH:
-        also = (member < GROUP)[:, None] & (rest < WIDTH)[None, :]
-        other_queries = tl.load(q + head[:, None] * WIDTH + rest[None, :], mask=also, other=0.0)
-    top, weight = _begin(sinks + kv_head * GROUP + member, member < GROUP, split, SINKS, MEMBERS)
+    others = _others(q, queries, head, there, rest, DIM, WIDTH)
+    top, weight = _begin(sinks + kv_head * GROUP + member, there, split, SINKS, MEMBERS)
     sums = tl.zeros([MEMBERS, DIM_2], tl.float32)
     for start in range(first, last, TILE):
         token = start + step
         seen = (token < last) & (token >= oldest)
         block = tl.load(table + token // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
         place = ((block * KV_HEADS + kv_head) * BLOCK_SIZE + token % BLOCK_SIZE) * WIDTH
-        mine = seen[:, None] & (column < DIM)[None, :]
-        at = place[:, None] + column[None, :]
+        at, mine = place[:, None] + column[None, :], seen[:, None] & (column < DIM)[None, :]
         key = tl.load(keys + at, mask=mine, other=0.0)
-        score = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
-        if DIM < WIDTH:
-            at_rest = place[:, None] + rest[None, :]
-            other_key = tl.load(keys + at_rest, mask=seen[:, None] & (rest < WIDTH)[None, :], other=0.0)
-            score += tl.dot(other_queries, tl.trans(other_key), input_precision="ieee") * scale
-        score = tl.where(seen[None, :], score, -float("inf"))
+        score = _score(queries, others, key, keys + place, rest, seen, DIM, WIDTH)
+        score = tl.where(seen[None, :], score * scale, -float("inf"))
         value = key if SHARED else tl.load(values + at, mask=mine, other=0.0)
         top, weight, sums = _add(score, value, top, weight, sums)
     if SPLITS == 1:
@@ -325,8 +328,27 @@ def _attend(
     else:
         at = head * SPLITS + split
         tl.store(part + at[:, None] * DIM + column[None, :], sums, mask=inside)
-        tl.store(largest + at, top, mask=member < GROUP)
-        tl.store(total + at, weight, mask=member < GROUP)
+        tl.store(largest + at, top, mask=there)
+        tl.store(total + at, weight, mask=there)
+
+
+@triton.jit
+def _others(q, queries, head, there, rest, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Read the channels of the queries behind the first DIM; where there are none, these."""
+    if DIM < WIDTH:
+        inside = there[:, None] & (rest < WIDTH)[None, :]
+        queries = tl.load(q + head[:, None] * WIDTH + rest[None, :], mask=inside, other=0.0)
+    return queries
+
+
+@triton.jit
+def _score(queries, others, key, at, rest, seen, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Multiply queries and keys: their first DIM channels, which are there, and the others."""
+    score = tl.dot(queries, tl.trans(key), input_precision="ieee")
+    if DIM < WIDTH:
+        key = tl.load(at[:, None] + rest[None, :], mask=seen[:, None] & (rest < WIDTH)[None, :], other=0.0)
+        score += tl.dot(others, tl.trans(key), input_precision="ieee")
+    return score
 
 
 @triton.jit
