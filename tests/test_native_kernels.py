@@ -28,7 +28,8 @@ from megarl.rollout.native.kernels.delta import delta_step  # noqa: E402
 from megarl.rollout.native.kernels.draw import draw  # noqa: E402
 from megarl.rollout.native.kernels.elementwise import add_and_norm, silu_and_mul  # noqa: E402
 from megarl.rollout.native.kernels.experts import ClampedGLU, mixture  # noqa: E402
-from megarl.rollout.native.kernels.paged_attention import attend, rotate_and_store  # noqa: E402
+from megarl.rollout.native.kernels.paged_attention import attend  # noqa: E402
+from megarl.rollout.native.kernels.rotate import rotate_and_store  # noqa: E402
 from megarl.rollout.native.kv_cache import KVCache  # noqa: E402
 from megarl.rollout.native.parts.grouped_query import GatheredAttention  # noqa: E402
 from megarl.rollout.native.parts.tokens import NewTokens  # noqa: E402

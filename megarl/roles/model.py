@@ -104,6 +104,7 @@ class MegatronModel:
             gathers_keys=groups.layout.gathers_keys,
         )
         self.router_losses: RouterLosses | None = None
+        # of every role: it also makes routers choose alike with gradients and without
         routing = None if arch.moe is None else RoutingReplay(arch, groups, self.chunks, self.shard)
         self.replay = routing if self.kind.replays_routing else None
         self.memory: dict[Item, tuple[Resident, ...]] = {Item.WEIGHTS: (Resident(),)}

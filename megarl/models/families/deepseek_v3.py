@@ -7,7 +7,7 @@ from typing import Any
 
 from megarl.models.architecture import Architecture, Layer
 from megarl.models.families import llama
-from megarl.models.families.fields import check_only
+from megarl.models.families.fields import check_not_quantized, check_only
 from megarl.models.parts.experts import Experts, MixtureOfExperts
 from megarl.models.parts.latent import Latent
 from megarl.models.parts.rotary import Yarn
@@ -40,8 +40,7 @@ def architecture(config: dict[str, Any]) -> Architecture:
     heads = config["num_attention_heads"]
     rope = llama.rope(config, "deepseek_v3", {"default": lambda rope: None, "yarn": _yarn})
     check_only(config | rope, "deepseek_v3", _ONLY | {"num_key_value_heads": heads})
-    if config.get("quantization_config"):
-        raise ValueError("deepseek_v3: quantized weights are not supported: convert them to bfloat16 first")
+    check_not_quantized(config, "deepseek_v3")
     attention = Latent(
         num_attention_heads=heads,
         kv_lora_rank=config["kv_lora_rank"],

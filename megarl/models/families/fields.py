@@ -22,6 +22,12 @@ def check_only(config: Mapping[str, Any], family: str, only: Mapping[str, Any]) 
             raise ValueError(f"{family}: {key} = {value!r:.40} is not supported (only {supported!r})")
 
 
+def check_not_quantized(config: Mapping[str, Any], family: str) -> None:
+    """Raise ValueError if the weights are quantized."""
+    if config.get("quantization_config"):
+        raise ValueError(f"{family}: quantized weights are not supported: convert them to bfloat16 first")
+
+
 def window_of(config: Mapping[str, Any], family: str) -> int:
     """Read how many tokens layers with a window see."""
     window: int | None = config["sliding_window"]

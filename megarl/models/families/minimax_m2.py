@@ -7,7 +7,7 @@ from typing import Any
 
 from megarl.models.architecture import Architecture
 from megarl.models.families import llama, mixtral
-from megarl.models.families.fields import check_only
+from megarl.models.families.fields import check_not_quantized, check_only
 
 _ONLY: dict[str, Any] = {
     "scoring_func": "sigmoid",
@@ -24,8 +24,7 @@ def architecture(config: dict[str, Any]) -> Architecture:
     check_only(config, "minimax_m2", _ONLY)
     if any(kind != 1 for kind in config.get("attn_type_list") or []):
         raise ValueError("minimax_m2: attn_type_list with another number than 1, full attention, is not supported")
-    if config.get("quantization_config"):
-        raise ValueError("minimax_m2: quantized weights are not supported: convert them to bfloat16 first")
+    check_not_quantized(config, "minimax_m2")
     config = {"rope_theta": 5_000_000.0, **config}
     if config.get("rotary_dim") is not None:
         config = {"partial_rotary_factor": config["rotary_dim"] / config["head_dim"], **config}

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megarl.models.parts.grouped_query import GroupedQuery
 from megarl.models.sizes import BLOCK_SIZE
+from megarl.rollout.native.kernels.rotate import rotate_and_store
 from megarl.rollout.native.kv_cache import KVCache
 
 TILE = 64
@@ -24,6 +25,9 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 
 SUMS = 8192
 """A program adds up so many numbers of outputs, of several heads: more would not fit into its registers."""
+
+LEAST = 16
+"""A matrix product takes so many rows and columns at least."""
 
 PROGRAMS = 512
 """So many programs keep a large GPU busy: about four on each of its multiprocessors."""
@@ -64,52 +68,6 @@ class PagedAttention:
         return out.flatten(1)
 
 
-def rotate_and_store(
-    q: Tensor, k: Tensor, v: Tensor, rope: Tensor, *, keys: Tensor, values: Tensor, positions: Tensor, blocks: Tensor
-) -> Tensor:
-    """Rotate queries and keys, and put keys and values at their place in the cache.
-
-    Args:
-        q: [T, heads, head_dim]; the last two axes dense, as k's and v's.
-        k, v: [T, kv_heads, head_dim].
-        rope: [positions, 2, rotary_dim / 2].
-        keys, values: [blocks, kv_heads, BLOCK_SIZE, head_dim], written to.
-        positions, blocks: int64 [T], where each token is in its sequence, and the block it goes to.
-
-    Returns: the rotated queries, [T, heads, head_dim], dense.
-    """
-    (rows, heads, dim), kv_heads, half = q.shape, k.shape[1], rope.shape[-1]
-    assert positions.stride() == blocks.stride()
-    assert all(x.stride()[1:] == (dim, 1) for x in (q, k, v))
-    out = q.new_empty(rows, heads, dim)
-    _rotate_and_store[(rows,)](
-        q,
-        k,
-        v,
-        rope,
-        positions,
-        blocks,
-        out,
-        keys,
-        values,
-        q.stride(0),
-        k.stride(0),
-        v.stride(0),
-        positions.stride(0),
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        DIM=dim,
-        HALF=half,
-        BLOCK_SIZE=BLOCK_SIZE,
-        HEADS_2=triton.next_power_of_2(heads),
-        KV_HEADS_2=triton.next_power_of_2(kv_heads),
-        DIM_2=triton.next_power_of_2(dim),
-        HALF_2=triton.next_power_of_2(half),
-        REST_2=triton.next_power_of_2(dim - 2 * half),
-    )
-    return out
-
-
 def attend(
     q: Tensor,
     keys: Tensor,
@@ -142,12 +100,13 @@ def attend(
     """
     assert q.is_contiguous() and slots.stride() == positions.stride()
     (rows, heads, width), kv_heads = q.shape, keys.shape[1]
-    programs = _programs(heads // kv_heads, width, value_dim or width)
+    dim = value_dim or width
+    sizes = dict(DIM=dim, DIM_2=max(triton.next_power_of_2(dim), LEAST))
+    programs = _programs(heads // kv_heads, width, **sizes)
     at_once, longest = rows * kv_heads * programs["TILES"], tables.shape[1] * BLOCK_SIZE
     splits = splits or min(max(PROGRAMS // at_once, 1), triton.cdiv(longest, programs["TILE"]))
-    out = q.new_empty(rows, heads, value_dim or width)
+    out = q.new_empty(rows, heads, dim)
     part, largest, total = _room_for_parts(out, splits)
-    sizes = dict(DIM=out.shape[2], DIM_2=programs.pop("DIM_2"), SPLITS=splits)
     read = (q, keys, keys if values is None else values, tables, slots, positions)
     _attend[(rows, kv_heads * programs["TILES"], splits)](
         *read,
@@ -161,26 +120,23 @@ def attend(
         BLOCK_SIZE=BLOCK_SIZE,
         SINKS=sinks is not None,
         SHARED=values is None,
+        SPLITS=splits,
         **programs,
         **sizes,
     )
     if splits > 1:
-        _combine[(rows * heads,)](part, largest, total, out, SPLITS_2=triton.next_power_of_2(splits), **sizes)
+        splits_2 = triton.next_power_of_2(splits)
+        _combine[(rows * heads,)](part, largest, total, out, SPLITS=splits, SPLITS_2=splits_2, **sizes)
     return out
 
 
-def _programs(group: int, width: int, dim: int) -> dict[str, int]:
-    """Choose what a program reads and holds: of `group` heads with one KV head, `width` channels, and `dim` of values.
-
-    A matrix product takes 16 rows and columns at least.
-    """
-    dim_2 = max(triton.next_power_of_2(dim), 16)
-    members = max(min(triton.next_power_of_2(group), SUMS // dim_2), 16)
-    wide = dim > 256
+def _programs(group: int, width: int, DIM: int, DIM_2: int) -> dict[str, int]:
+    """Choose what a program reads and holds: of `group` heads with one KV head, `width` channels, and DIM of values."""
+    members = max(min(triton.next_power_of_2(group), SUMS // DIM_2), LEAST)
+    wide = DIM > 256
     return dict(
-        DIM_2=dim_2,
         WIDTH=width,
-        REST_2=max(triton.next_power_of_2(width - dim), 16),
+        REST_2=max(triton.next_power_of_2(width - DIM), LEAST),
         GROUP=group,
         MEMBERS=members,
         TILES=triton.cdiv(group, members),
@@ -197,71 +153,6 @@ def _room_for_parts(out: Tensor, splits: int) -> tuple[Tensor, Tensor, Tensor]:
     part = torch.empty(*parts, out.shape[2], dtype=torch.float32, device=out.device)
     largest, total = (torch.empty(parts, dtype=torch.float32, device=out.device) for _ in range(2))
     return part, largest, total
-
-
-@triton.jit
-def _rotate_and_store(
-    q,
-    k,
-    v,
-    rope,
-    positions,
-    blocks,
-    out,
-    keys,
-    values,
-    q_stride,
-    k_stride,
-    v_stride,
-    place_stride,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEADS_2: tl.constexpr,
-    KV_HEADS_2: tl.constexpr,
-    DIM_2: tl.constexpr,
-    HALF_2: tl.constexpr,
-    REST_2: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    position = tl.load(positions + row * place_stride)
-    block = tl.load(blocks + row * place_stride)
-    column = tl.arange(0, HALF_2)[None, :]
-    cos = tl.load(rope + position * 2 * HALF + column, mask=column < HALF, other=0.0).to(tl.float32)
-    sin = tl.load(rope + position * 2 * HALF + HALF + column, mask=column < HALF, other=0.0).to(tl.float32)
-
-    head = tl.arange(0, HEADS_2)[:, None]
-    inside = (head < HEADS) & (column < HALF)
-    at = head * DIM + column
-    a = tl.load(q + row * q_stride + at, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(q + row * q_stride + at + HALF, mask=inside, other=0.0).to(tl.float32)
-    to = out + row * HEADS * DIM + at
-    tl.store(to, (a * cos - b * sin).to(out.dtype.element_ty), mask=inside)
-    tl.store(to + HALF, (b * cos + a * sin).to(out.dtype.element_ty), mask=inside)
-    if 2 * HALF < DIM:  # the rest of each head stays as it is
-        _copy(q + row * q_stride + head * DIM, out + (row * HEADS + head) * DIM, head < HEADS, 2 * HALF, DIM, REST_2)
-
-    head = tl.arange(0, KV_HEADS_2)[:, None]
-    inside = (head < KV_HEADS) & (column < HALF)
-    at = head * DIM + column
-    place = ((block * KV_HEADS + head) * BLOCK_SIZE + position % BLOCK_SIZE) * DIM
-    a = tl.load(k + row * k_stride + at, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(k + row * k_stride + at + HALF, mask=inside, other=0.0).to(tl.float32)
-    tl.store(keys + place + column, (a * cos - b * sin).to(keys.dtype.element_ty), mask=inside)
-    tl.store(keys + place + HALF + column, (b * cos + a * sin).to(keys.dtype.element_ty), mask=inside)
-    if 2 * HALF < DIM:
-        _copy(k + row * k_stride + head * DIM, keys + place, head < KV_HEADS, 2 * HALF, DIM, REST_2)
-    _copy(v + row * v_stride + head * DIM, values + place, head < KV_HEADS, 0, DIM, DIM_2)
-
-
-@triton.jit
-def _copy(source, target, there, FIRST: tl.constexpr, LAST: tl.constexpr, COLUMNS: tl.constexpr):
-    """Copy columns FIRST to LAST of the heads that are there."""
-    column = FIRST + tl.arange(0, COLUMNS)[None, :]
-    inside = there & (column < LAST)
-    tl.store(target + column, tl.load(source + column, mask=inside), mask=inside)
 
 
 @triton.jit
@@ -322,6 +213,27 @@ def _attend(
         score = tl.where(seen[None, :], score * scale, -float("inf"))
         value = key if SHARED else tl.load(values + at, mask=mine, other=0.0)
         top, weight, sums = _add(score, value, top, weight, sums)
+    _store(out, part, largest, total, head, split, column, inside, there, sums, top, weight, DIM, SPLITS)
+
+
+@triton.jit
+def _store(
+    out,
+    part,
+    largest,
+    total,
+    head,
+    split,
+    column,
+    inside,
+    there,
+    sums,
+    top,
+    weight,
+    DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Store the outputs of heads, or of a part of each what `_combine` needs."""
     if SPLITS == 1:
         result = (sums / weight[:, None]).to(out.dtype.element_ty)
         tl.store(out + head[:, None] * DIM + column[None, :], result, mask=inside)

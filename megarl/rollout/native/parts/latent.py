@@ -8,9 +8,9 @@ channels of keys, and values, of a latent: those of prompts. Decode steps absorb
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +23,6 @@ from megarl.rollout.native.kv_cache import KVCache
 from megarl.rollout.native.parts import part
 from megarl.rollout.native.parts.part import Attention, Group
 from megarl.rollout.native.parts.tokens import NewTokens, Places, PrefillTokens
-
-P = TypeVar("P", bound=Places)
 
 _Q, _Q_A, _Q_NORM, _Q_B, _KV_A, _KV_NORM, _KV_B, _O = (
     f"self_attn.{name}.weight"
@@ -86,9 +84,10 @@ class Passes(part.Passes):
 
     def decode(self, cache: KVCache, *, slots: Tensor, positions: Tensor, blocks: Tensor, longest: int) -> Attention:
         if kernels.on(self._rope.device):
-            return PagedAttention(self._kind, Places(cache, self._rope, slots=slots, positions=positions))
+            places = Places(cache, self._rope, slots=slots, positions=positions)
+            return AbsorbedAttention(self._kind, places, partial(_attend_in_place, self._kind, places))
         tokens = NewTokens(cache, self._rope, slots=slots, positions=positions, longest=longest)
-        return GatheredAttention(self._kind, tokens)
+        return AbsorbedAttention(self._kind, tokens, partial(_attend_gathered, self._kind, tokens))
 
 
 class PrefillAttention:
@@ -109,42 +108,37 @@ class PrefillAttention:
         return self._tokens.attend(q, k, v, scale=kind.softmax_scale).flatten(1)
 
 
-class AbsorbedAttention(ABC, Generic[P]):
-    """Attends from new tokens to the latents of their sequences."""
+class AbsorbedAttention:
+    """Attends from new tokens to the latents of their sequences.
 
-    def __init__(self, kind: Latent, tokens: P) -> None:
-        self.kind, self.tokens = kind, tokens
+    Args:
+        attend: (layer, q [T, heads, cached_dim]) -> [T, heads, kv_lora_rank].
+    """
+
+    def __init__(self, kind: Latent, tokens: Places, attend: Callable[[int, Tensor], Tensor]) -> None:
+        self._kind, self._tokens, self._attend = kind, tokens, attend
 
     def __call__(self, layer: int, q: Tensor, latent: Tensor, turned: Tensor, up: Tensor) -> Tensor:
-        kind = self.kind
+        kind = self._kind
         up_to_k, up_to_v = up.split((kind.qk_nope_head_dim, kind.v_head_dim), dim=1)
-        q_still, q_turned, _ = _rotate_and_store(kind, self.tokens, layer, q, latent, turned)
+        q_still, q_turned, _ = _rotate_and_store(kind, self._tokens, layer, q, latent, turned)
         q = torch.cat((torch.einsum("thd,hdr->thr", q_still, up_to_k), q_turned), dim=-1)
-        return torch.einsum("thr,hdr->thd", self.attend(layer, q), up_to_v).flatten(1)
-
-    @abstractmethod
-    def attend(self, layer: int, q: Tensor) -> Tensor:
-        """Attend: [T, heads, cached_dim] -> [T, heads, kv_lora_rank]."""
+        return torch.einsum("thr,hdr->thd", self._attend(layer, q), up_to_v).flatten(1)
 
 
-class GatheredAttention(AbsorbedAttention[NewTokens]):
-    """Reads the latents of all sequences up to the longest's."""
-
-    def attend(self, layer: int, q: Tensor) -> Tensor:
-        (keys,) = self.tokens.gather(layer)
-        return self.tokens.attend(q, keys, keys[..., : self.kind.kv_lora_rank], scale=self.kind.softmax_scale)
+def _attend_gathered(kind: Latent, tokens: NewTokens, layer: int, q: Tensor) -> Tensor:
+    """Read the latents of all sequences up to the longest's."""
+    (keys,) = tokens.gather(layer)
+    return tokens.attend(q, keys, keys[..., : kind.kv_lora_rank], scale=kind.softmax_scale)
 
 
-class PagedAttention(AbsorbedAttention[Places]):
-    """Reads the latents where they lie."""
+def _attend_in_place(kind: Latent, tokens: Places, layer: int, q: Tensor) -> Tensor:
+    """Read the latents where they lie."""
+    from megarl.rollout.native.kernels.paged_attention import attend
 
-    def attend(self, layer: int, q: Tensor) -> Tensor:
-        from megarl.rollout.native.kernels import paged_attention
-
-        tokens, kind = self.tokens, self.kind
-        (keys,), tables = tokens.cache.layers[layer], tokens.cache.tables
-        how: Any = dict(tables=tables, slots=tokens.slots, positions=tokens.positions, scale=kind.softmax_scale)
-        return paged_attention.attend(q, keys, None, value_dim=kind.kv_lora_rank, **how)
+    (keys,), tables = tokens.cache.layers[layer], tokens.cache.tables
+    sizes: Any = dict(value_dim=kind.kv_lora_rank, scale=kind.softmax_scale)
+    return attend(q, keys, None, tables=tables, slots=tokens.slots, positions=tokens.positions, **sizes)
 
 
 def _rotate_and_store(
