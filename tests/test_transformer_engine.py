@@ -87,7 +87,7 @@ def test_transformer_engine_agrees_with_torch(ranks: Ranks, case: Case, arch: Ar
 
 @pytest.mark.parametrize(
     "arch",
-    [ARCH, changed(ARCH, rope_scaling=YARN), WITH_EXPERTS, changed(WITH_EXPERTS, norm_over_heads=True)],
+    [ARCH, changed(ARCH, rope_scaling=YARN), WITH_EXPERTS, changed(WITH_EXPERTS, qk_norm=True, norm_over_heads=True)],
     ids=["", "yarn", "experts", "norms-over-heads"],
 )
 @pytest.mark.parametrize(("case", "shared"), [(Case(), True), (Case(cp=2, gen_tp=2), False)], ids=["prompts", "cp2"])

@@ -5,14 +5,15 @@
 
 MODEL is a folder with a config.json; the weights are random. All sequences decode together, after 20 steps that warm
 up. The GPU's own time is the sum of its kernels' in as many steps again under torch's profiler. Beside them stands the
-time in which the GPU reads every weight and every key and value that a step needs once, at the speed of a copy in the
-same process.
+time in which the GPU reads every weight and every key and value that a step needs once, and reads and writes the states
+of linear attention, at the speed of a copy in the same process.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import sys
 import time
@@ -90,6 +91,8 @@ def measure(arch: Architecture, what: str, sequences: int, prompt: int, steps: i
     token = kv_bytes_per_token(arch, tp=1, itemsize=2)
     read = sum(p.nbytes for p in engine.parameters().values())  # an embedding that is not tied is not read whole
     read += sequences * token * (prompt + WARM_UP + steps // 2)
+    states = sum(count * sum(map(math.prod, layer.attention.state_shapes(1))) for layer, count in arch.layers)
+    read += 2 * 4 * sequences * states  # float32, and written
     busy = kernel_seconds(engine, profile) if on_gpu else None
     responses = {}
     while engine.busy:

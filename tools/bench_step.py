@@ -199,14 +199,15 @@ def vllm_alone(run: Run, rounds: int, *, peer: bool) -> float | None:
     """Seconds in which vLLM by itself generates the step's responses; None where there is none."""
     inputs, world, (generation,) = run.inputs, run.world, run.records.generations
     n, length = inputs.config.actor_rollout_ref.rollout.n, inputs.config.data.max_response_length
+    prompts = inputs.train_prompts[: inputs.config.data.train_batch_size]
     taken: list[float] = []
     if isinstance(generation.engine, VLLMEngine):
-        mine = replica_share(generation.groups, inputs.train_prompts)
+        mine = replica_share(generation.groups, prompts)
         with generation.phase():
             generate = partial(raw_vllm, generation.engine.llm, mine, n, length)
             taken = [seconds(world, generate) for _ in range(rounds + 1)]
     if peer:
-        taken = peer_vllm(inputs, world, rounds, inputs.train_prompts)
+        taken = peer_vllm(inputs, world, rounds, prompts)
     return statistics.median(taken[1:]) if taken else None
 
 

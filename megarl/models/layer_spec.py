@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -111,6 +112,8 @@ def transformer_engine_layers(arch: Architecture, *, own_attention: bool = False
         if own_attention:
             assert isinstance(kind.attention, GroupedQuery), "no other attention is Transformer Engine's"
             _submodules(module.submodules.self_attention).core_attention = core_attention(kind.attention)
+        if kind.megatron_fields().get("num_moe_experts"):
+            _use_grouped_experts(_submodules(module.submodules.mlp))
         modules[kind] = module
     attention = "torch's attention" if own_attention else "fused attention, rotary embedding"
     grouped = ", grouped GEMM of experts" if arch.moe else ""
@@ -121,6 +124,16 @@ def transformer_engine_layers(arch: Architecture, *, own_attention: bool = False
         rotates=own_attention,
         kernels=f"Transformer Engine layers (norm + linear, {attention}{grouped})",
     )
+
+
+def _use_grouped_experts(mixture: Any) -> None:
+    """Replace the class of a mixture's experts in Megatron-Core's spec."""
+    from megarl.models.grouped_experts import GroupedExperts
+
+    if isinstance(mixture.experts, ModuleSpec):
+        mixture.experts.module = GroupedExperts
+    else:  # Megatron-Core 0.19
+        mixture.experts = partial(GroupedExperts, **mixture.experts.keywords)
 
 
 def _spec_arguments(kind: Layer) -> dict[str, Any]:

@@ -172,9 +172,10 @@ def _varlen(
     # torch 2.11's takes fewer key than query heads as they are, later ones must be told
     grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
     before = -1 if window is None else window - 1
-    more: dict[str, Any] = grouped if scale is None else grouped | {"scale": scale}
-    value_dim = v.shape[-1]
-    v = pad(v, (0, q.shape[-1] - value_dim))  # FlashAttention 2 has one width for keys and values
+    more: dict[str, Any] = grouped | {"scale": q.shape[-1] ** -0.5 if scale is None else scale}
+    value_dim, width = v.shape[-1], -(-q.shape[-1] // 8) * 8
+    # FlashAttention 2 has one width for queries, keys and values, a multiple of 8
+    q, k, v = (pad(x, (0, width - x.shape[-1])).contiguous() if x.shape[-1] < width else x for x in (q, k, v))
     # queries that are fewer than keys are the last of them
     out = varlen_attn(q, k, v.contiguous(), *lengths, window_size=(before, 0), **more)
     assert isinstance(out, Tensor)
