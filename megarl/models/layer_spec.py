@@ -111,7 +111,10 @@ def transformer_engine_layers(arch: Architecture, *, own_attention: bool = False
         )
         if own_attention:
             assert isinstance(kind.attention, GroupedQuery), "no other attention is Transformer Engine's"
-            _submodules(module.submodules.self_attention).core_attention = core_attention(kind.attention)
+            parts = _submodules(module.submodules.self_attention)
+            parts.core_attention = core_attention(kind.attention)
+            if kind.attention.norm_over_heads:  # which is a part of the core attention
+                parts.q_layernorm = parts.k_layernorm = IdentityOp
         if kind.megatron_fields().get("num_moe_experts"):
             _use_grouped_experts(_submodules(module.submodules.mlp))
         modules[kind] = module

@@ -294,7 +294,7 @@ class GroupedQuery(AttentionPart):
             num_query_groups=self.num_key_value_heads,
             kv_channels=self.head_dim,
             add_qkv_bias=self.qkv_bias,
-            qk_layernorm=self.qk_norm and not self.norm_over_heads,
+            qk_layernorm=self.qk_norm,
             attention_output_gate=self.output_gate,
         )
 
