@@ -24,7 +24,7 @@ from other_user import python_of, with_path
 
 from megarl.isolation.call_filter import filter_code
 from megarl.isolation.launch import IsolatedProcess, start_isolated
-from megarl.rewards import load_reward
+from megarl.rewards import code, load_reward
 from megarl.rewards.sandbox import (
     Examination,
     Limits,
@@ -453,26 +453,35 @@ def test_it_is_killed_from_outside() -> None:
 
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("tests", [["assert f() == 3"], [{"input": "", "output": "3"}]], ids=["asserts", "input"])
-def test_a_response_whose_sandbox_was_killed_is_run_once_more(times: int, tests: list[object]) -> None:
+def test_a_response_whose_sandbox_was_killed_is_run_once_more(
+    monkeypatch: pytest.MonkeyPatch, times: int, tests: list[object]
+) -> None:
     others = set(psutil.Process().children())
-    killed: list[int] = []
+    begun, over, run = [], threading.Event(), code._Runs._run
+
+    def count(self: Any, attempt: Any, limits: Limits) -> Any:
+        def counted(limits: Limits) -> Any:
+            begun.append(limits)
+            return attempt(limits)
+
+        return run(self, counted, limits)
 
     def kill() -> None:
-        until = time.monotonic() + 120
-        while len(killed) < times and time.monotonic() < until:
-            for child in set(psutil.Process().children()) - others:
+        while not over.wait(0.02):
+            children = set(psutil.Process().children()) - others
+            for child in children if len(begun) <= times else ():
                 with suppress(psutil.Error):
-                    if len(killed) < times and child.pid not in killed and "megarl.isolation" in str(child.cmdline()):
+                    if "megarl.isolation" in str(child.cmdline()):
                         child.kill()
-                        killed.append(child.pid)
-            time.sleep(0.02)
 
+    monkeypatch.setattr(code._Runs, "_run", count)
     thread = threading.Thread(target=kill)
     thread.start()
     program = "import time\ntime.sleep(2)\ndef f(): return 3\nprint(3)"
     scores = load_reward("code")(f"```python\n{program}\n```", {"tests": tests}, wall=60.0)
+    over.set()
     thread.join()
-    assert len(killed) == times and scores["score"] == (1.0 if times == 1 else 0.0)
+    assert len(begun) == 2 and scores["score"] == (1.0 if times == 1 else 0.0)
 
 
 INIT = [
