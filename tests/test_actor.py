@@ -42,6 +42,7 @@ def one_optimizer_at_a_time() -> list[bool]:
     return alive
 
 
+@pytest.mark.slow
 def test_a_new_optimizer_finds_the_old_one_gone(ranks: Ranks) -> None:
     assert ranks.run(1, one_optimizer_at_a_time) == [[False, False]]
 

@@ -138,6 +138,7 @@ def test_a_marker_that_a_death_left_is_mended(ranks: Ranks, first_run: Path, fol
     assert not (checkpoints / "best.json.partial").exists()
 
 
+@pytest.mark.slow
 def test_a_best_checkpoint_that_is_damaged_is_best_no_more(ranks: Ranks, first_run: Path, folder: Path) -> None:
     """The next best that is there is named; and another metric is read out of what the checkpoints record."""
     like, values = mode(folder), values_of(folder)

@@ -137,7 +137,7 @@ def _state(critic: Any) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("dtype", "modes"),
-    quick([("bfloat16", {}), ("bfloat16", MODES), ("float32", MODES)], 1),
+    quick([("bfloat16", {}), ("bfloat16", MODES), ("float32", MODES)]),
     ids=["resident", "moving", "fp32"],
 )
 def test_models_beside_the_policy_hold_what_the_budget_says(ranks: Ranks, dtype: str, modes: dict[str, bool]) -> None:

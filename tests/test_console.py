@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from selection import quick
 from tiny_run import ROOT, megarl, metrics_of, write_run
 
 COMMAND = [sys.executable, "-m", "megarl.cli.main"]
@@ -67,7 +68,8 @@ def test_a_terminal_that_lacks_a_character_gets_an_escape(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "words", [["plan", "configs/quickstart.yaml"], ["algorithms"], ["config", "print", "configs/quickstart.yaml"]]
+    "words",
+    quick([["plan", "configs/quickstart.yaml"], ["algorithms"], ["config", "print", "configs/quickstart.yaml"]], 1),
 )
 def test_a_command_ends_when_nobody_reads_on(words: list[str]) -> None:
     """Like every other program: 141, and not a line about it."""

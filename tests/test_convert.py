@@ -225,6 +225,7 @@ def test_damage_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     refused(["hf-to-megatron", str(source), "/proc/nowhere/x"], "'/proc/nowhere/x' cannot be written: ")
 
 
+@pytest.mark.slow
 def test_two_programs_do_not_mix_their_files(tmp_path: Path) -> None:
     target = tmp_path / "x"
     killed = f"""

@@ -245,6 +245,7 @@ Reason = each(lambda completion: replace(completion, finish_reason="done"))
 """
 
 
+@pytest.mark.slow
 def test_an_engine_that_returns_something_else_is_named(ranks: Ranks, tmp_path: Path) -> None:
     config = str(write_run(tmp_path, trainer__val_before_train=False))
     (tmp_path / "engines.py").write_text(WRONG_ENGINES)

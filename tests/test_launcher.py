@@ -242,6 +242,7 @@ def test_what_a_killed_launcher_left_is_removed(tmp_path: Path, monkeypatch: pyt
     assert os.listdir(tmp_path) == ["megarl-job-runs"]
 
 
+@pytest.mark.slow
 def test_the_store_of_several_nodes_listens_where_they_look_for_it(tmp_path: Path) -> None:
     port = free_port()
     code = (
@@ -322,6 +323,7 @@ def test_a_node_that_dies_is_named(tmp_path: Path) -> None:
     assert end_of(launchers[0]) == (1, f"megarl: node 1 of 2 (on {HOST}) is gone: its launcher gives no sign of life\n")
 
 
+@pytest.mark.slow
 def test_the_first_node_dies(tmp_path: Path) -> None:
     code = (
         "import os, time\nfrom megarl.processes import die_with_parent\ndie_with_parent()\n"

@@ -89,9 +89,7 @@ CONTEXT_CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case", quick(CONTEXT_CASES, 2, 8), ids=lambda case: case.name + "-".join(map(str, case.config))
-)
+@pytest.mark.parametrize("case", quick(CONTEXT_CASES, 2), ids=lambda case: case.name + "-".join(map(str, case.config)))
 @pytest.mark.parametrize("loss", [pytest.param("supervised", marks=pytest.mark.slow), "policy"])
 def test_loss_and_gradient_norm_agree_with_context_parallelism(
     ranks: Ranks, plain: dict[str, list[tuple[float, float]]], case: Case, loss: str
@@ -176,9 +174,7 @@ def plain_with_experts(ranks: Ranks) -> list[tuple[float, float]]:
     return ranks.run(1, train, Case(), 3, "policy", WITH_EXPERTS)[0]
 
 
-@pytest.mark.parametrize(
-    "case", quick(EXPERT_CASES, 3, 11), ids=lambda case: case.name + "-".join(map(str, case.config))
-)
+@pytest.mark.parametrize("case", quick(EXPERT_CASES, 3), ids=lambda case: case.name + "-".join(map(str, case.config)))
 def test_loss_and_gradient_norm_agree_with_experts(
     ranks: Ranks, plain_with_experts: list[tuple[float, float]], case: Case
 ) -> None:

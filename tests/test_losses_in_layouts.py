@@ -62,6 +62,7 @@ def plain(ranks: Ranks) -> History:
     return ranks.run(1, _train, Case(), (2, 4, 16))[0]
 
 
+@pytest.mark.slow
 def test_the_size_of_micro_batches_changes_nothing(plain: History) -> None:
     for name in NAMES:
         losses, norms = zip(*plain[name, 2], strict=True)
@@ -83,7 +84,6 @@ def test_the_size_of_micro_batches_changes_nothing(plain: History) -> None:
             Case(cp=2, gathers=True),
             Case(tp=2, cp=2, packed=False),
         ],
-        1,
     ),
     ids=lambda case: case.name,
 )

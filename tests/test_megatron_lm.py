@@ -26,7 +26,7 @@ from megarl.models.families import read_architecture
 from tools.convert import main
 
 
-@pytest.mark.parametrize("name", quick(["qwen2", "qwen3", "llama", "qwen3_moe", "glm4_moe", "glm4_moe_groups"], 0, 4))
+@pytest.mark.parametrize("name", quick(["qwen2", "qwen3", "llama", "qwen3_moe", "glm4_moe", "glm4_moe_groups"], 4))
 def test_megatron_lms_own_weights(ranks: Ranks, tmp_path: Path, name: str) -> None:
     """Random weights of Megatron-LM's: transformers computes with the export what Megatron-Core's model computed."""
     import transformers

@@ -100,6 +100,7 @@ def test_a_run_that_stops_closes_its_records(ranks: Ranks, tmp_path: Path) -> No
     assert not (tmp_path / "megarl.prom").exists()
 
 
+@pytest.mark.slow
 def test_rollbacks_come_to_an_end(ranks: Ranks, tmp_path: Path) -> None:
     config = write_run(tmp_path, **QUIET, trainer__on_nonfinite="rollback", trainer__total_training_steps=9)
     ended, _ = both_alike(ranks.run(2, run_here, str(config), [], "infinity_in_every_step_from_the_second"))

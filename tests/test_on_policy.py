@@ -61,7 +61,7 @@ def _first_update(case: Case) -> tuple[dict[str, float], float]:
         Case(),
         pytest.param(Case(tp=2, pp=2, sequence_parallel=True), marks=pytest.mark.slow),
         pytest.param(Case(pp=2, dp=2), marks=pytest.mark.slow),
-        Case(tp=2, packed=False),
+        pytest.param(Case(tp=2, packed=False), marks=pytest.mark.slow),
         pytest.param(Case(cp=2, dp=2), marks=pytest.mark.slow),
     ],
     ids=lambda case: case.name,

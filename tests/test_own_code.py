@@ -218,6 +218,7 @@ def leaves_rank_1(loop: str, step: int, row: Any) -> None:
         raise SystemExit("enough")
 
 
+@pytest.mark.slow
 def test_a_callback_that_fails_loses_no_step(ranks: Ranks, tmp_path: Path) -> None:
     """It fails on one rank: all end with its line, and the run goes on from the step, whose validation is known."""
     keys = {"trainer__save_freq": -1, "trainer__test_freq": 2, "trainer__total_training_steps": 3}

@@ -80,6 +80,7 @@ def with_a_critic(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
+@pytest.mark.slow
 def test_a_critic_learns_and_its_first_steps_leave_the_policy_alone(with_a_critic: Path) -> None:
     rows = metrics_of(with_a_critic)
     assert ["actor/loss" in row for row in rows] == [False, False, True, True, True, True]

@@ -298,6 +298,7 @@ def test_a_step_that_ends_badly_has_left_its_rollouts(ranks: Ranks, tmp_path: Pa
     assert steps_in(tmp_path / "run") == [1]
 
 
+@pytest.mark.slow
 def test_a_run_that_rolls_back_has_each_step_once_in_its_timeline(ranks: Ranks, tmp_path: Path) -> None:
     keys = {**QUIET, "trainer__save_freq": 1, "trainer__on_nonfinite": "rollback", "trainer__total_training_steps": 3}
     ended = ranks.run(2, run_here, str(write_run(tmp_path, **keys)), [], "nan_in_the_second_step")

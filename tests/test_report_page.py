@@ -246,6 +246,7 @@ def test_every_tab_fits_a_narrow_screen(browser: Any, two: str, theme: str) -> N
 
 
 @needs_chromium
+@pytest.mark.slow
 def test_a_run_of_very_many_steps(browser: Any, tmp_path: Path) -> None:
     """More numbers than a function takes as arguments."""
     run = write_folder(tmp_path / "long", steps=1)

@@ -250,7 +250,7 @@ ENGINES = [
 ]
 
 
-@pytest.mark.parametrize("case", ENGINES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", quick(ENGINES, 1), ids=lambda case: case.name)
 def test_training_chooses_as_the_engine_while_the_weights_are_equal(ranks: Ranks, case: Case) -> None:
     """So that records are in the right places: of the layers, of the tokens, of each replica's responses."""
     batch, *others = ranks.run(case.world, _generated, case, SOME_WITH_EXPERTS)

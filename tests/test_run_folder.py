@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from ranks import Ranks
 from run_cases import run_here
+from selection import quick
 from small_disk import small_disk
 from small_state import rl_step, state_at
 from tiny_run import ROOT, write_run
@@ -274,6 +275,7 @@ def test_a_folder_that_has_gone_is_known(tmp_path: Path) -> None:
 
 TAKES_AWAY = """
 import contextlib, os, shutil, subprocess, zlib
+from selection import quick
 def score(response, row):
     run, how = {run!r}, {how!r}
     rows = os.path.join(run, "metrics.jsonl")
@@ -289,7 +291,7 @@ def score(response, row):
 """
 
 
-@pytest.mark.parametrize("how", ["moved", "deleted", "unmounted"])
+@pytest.mark.parametrize("how", quick(["moved", "deleted", "unmounted"], 1))
 def test_a_run_ends_whose_folder_is_taken_away(ranks: Ranks, tmp_path: Path, how: str) -> None:
     run = tmp_path / "run"
     (tmp_path / "reward.py").write_text(TAKES_AWAY.format(run=str(run), how=how))

@@ -230,7 +230,7 @@ LAYOUTS: list[tuple[dict[str, Any], Architecture]] = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "arch"), quick(LAYOUTS, 0, 2), ids=str)
+@pytest.mark.parametrize(("layout", "arch"), quick(LAYOUTS, 2), ids=str)
 def test_losses_and_gradients_are_the_same(ranks: Ranks, layout: dict[str, Any], arch: Architecture) -> None:
     for mode in ("policy", "supervised"):
         apart, shared = (
