@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from architectures import changed
 from hugging_face import hugging_face, saved_shapes
 from ranks import Ranks
@@ -38,13 +39,11 @@ def test_every_family_is_registered_and_in_the_test_table() -> None:
 
 
 def test_classifiers_are_named_as_in_transformers() -> None:
-    import transformers
-
     for name in FAMILIES:
         classifier = classifier_of(name)
         assert language_model_of(classifier) == name
-        without = ("Glm4MoeForCausalLM", "MiniMaxM2ForCausalLM", "Qwen3_5MoeForCausalLM")
-        assert name in without or hasattr(transformers, classifier)
+        without = ("Glm4Moe", "Glm4MoeLite", "MiniMaxM2", "Qwen3_5Moe")
+        assert name.removesuffix("ForCausalLM") in without or hasattr(transformers, classifier)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -215,6 +214,7 @@ _YARN = CONFIGS["deepseek_v3_yarn"]["rope_scaling"]
             {"rope_scaling": _YARN | {"factor": "4"}},
             "factor must be a finite number above 0, not '4'",
         ),
+        ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense"] * 2}, "glm4_moe_lite: mlp_layer_types other than"),
         ("deepseek_v3_yarn", {"rope_theta": 1}, "rope_theta = 1.0 must be above 1 with YaRN"),
         ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported (only 'sigmoid')"),
         ("minimax_m2", {"attn_type_list": [1, 0]}, "attn_type_list with another number than 1, full attention, is not"),
@@ -234,7 +234,7 @@ _YARN = CONFIGS["deepseek_v3_yarn"]["rope_scaling"]
         (
             "qwen3_5_text",
             {"architectures": ["Qwen3_5ForConditionalGeneration"]},
-            "Qwen3_5ForConditionalGeneration has images; save its language model alone, with transformers' Qwen3_5",
+            "has images; save its language model, Qwen3_5ForCausalLM, alone with transformers, as docs/howto",
         ),
         ("llama", {"architectures": ["BertModel"]}, "architecture BertModel is not supported; supported: Llama"),
     ],
@@ -245,6 +245,21 @@ def test_refusals(name: str, changes: dict[str, Any], message: str, tmp_path: Pa
     with pytest.raises(ValueError) as error:
         read_architecture(str(tmp_path))
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_what_transformers_takes_without_a_word() -> None:
+    """It is taken here, too: YaRN for gpt-oss, weights of the chosen experts that add up to 1 for Qwen3.5."""
+    config = {key: value for key, value in CONFIGS["gpt_oss"].items() if key != "rope_scaling"}
+    rope = transformers.GptOssConfig().rope_parameters
+    assert FAMILIES["GptOssForCausalLM"](config) == FAMILIES["GptOssForCausalLM"](config | {"rope_scaling": rope})
+    unread = CONFIGS["qwen3_5_moe_text"] | {"norm_topk_prob": False}
+    assert FAMILIES["Qwen3_5MoeForCausalLM"](unread) == ARCHITECTURES["qwen3_5_moe_text"]
+
+
+def test_another_scale_is_no_fused_attention() -> None:
+    """Transformer Engine's would take 1 / sqrt(head_dim) without a word."""
+    kind = ARCHITECTURES["llama"].layer(0).with_attention(softmax_scale=0.1)
+    assert kind.attention.transformer_engine and not kind.attention.fused_attention
 
 
 def test_scaling_may_be_said_in_both_ways(tmp_path: Path) -> None:
@@ -282,7 +297,7 @@ def test_layers_that_only_torch_has() -> None:
     assert FAMILIES["GptOssForCausalLM"](config).needs_torch_layers
     names = {name for name, arch in ARCHITECTURES.items() if arch.needs_torch_layers}
     linear = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
-    assert names == {"gemma3_text", "gpt_oss", "deepseek_v3", "deepseek_v3_yarn", "olmo2"} | linear
+    assert names == {"gemma3_text", "gpt_oss", "deepseek_v3", "deepseek_v3_yarn", "glm4_moe_lite", "olmo2"} | linear
     assert [name for name, arch in ARCHITECTURES.items() if not arch.fused_attention and name not in names] == [
         "qwen2_yarn",
         "minimax_m2",

@@ -51,7 +51,9 @@ def _glm4_moe(**fields: Any) -> dict[str, Any]:
     return _config("Glm4MoeForCausalLM", "glm4_moe", **(experts | fields))
 
 
-def _deepseek_v3(**fields: Any) -> dict[str, Any]:
+def _latent(
+    architecture: str = "DeepseekV3ForCausalLM", model_type: str = "deepseek_v3", **fields: Any
+) -> dict[str, Any]:
     sizes = {
         "num_hidden_layers": 4,
         "num_key_value_heads": 4,
@@ -73,7 +75,7 @@ def _deepseek_v3(**fields: Any) -> dict[str, Any]:
         "topk_method": "noaux_tc",
         "num_nextn_predict_layers": 0,
     }
-    config = _config("DeepseekV3ForCausalLM", "deepseek_v3", **(sizes | fields))
+    config = _config(architecture, model_type, **(sizes | fields))
     return {key: value for key, value in config.items() if value is not ...}
 
 
@@ -194,8 +196,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
     ),
     # Moonlight's kind: no narrow queries, no groups, no YaRN
-    "deepseek_v3": _deepseek_v3(rope_theta=50_000.0),
-    "deepseek_v3_yarn": _deepseek_v3(
+    "deepseek_v3": _latent(rope_theta=50_000.0),
+    "deepseek_v3_yarn": _latent(
         q_lora_rank=20,
         qk_rope_head_dim=8,
         n_group=4,
@@ -204,6 +206,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         n_shared_experts=1,
         rope_theta=100.0,
         rope_scaling=_YARN,
+    ),
+    "glm4_moe_lite": _latent(
+        *("Glm4MoeLiteForCausalLM", "glm4_moe_lite"),
+        q_lora_rank=20,
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+        **dict.fromkeys(("first_k_dense_replace", "scoring_func", "topk_method", "num_nextn_predict_layers"), ...),
+        n_shared_experts=1,
+        routed_scaling_factor=1.8,
+        rope_theta=1e6,
     ),
     "qwen3_next": _linear(
         "Qwen3NextForCausalLM",

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megarl.checkpoint.safetensors_file import ITEMSIZE, Entry, copy_tensors, read_header
+from megarl.checkpoint.stacked_experts import unstacked
 from megarl.models.architecture import Architecture
 from megarl.models.families import classifier_of, read_architecture
 from megarl.models.weights import EMBEDDING, OUTPUT, SCORE, layer_prefix, logical_tensors
@@ -49,7 +50,8 @@ def check_weights(folder: str, arch: Architecture) -> None:
     may be absent, and a language model's output, which is left out, may be in its place. There may also be layers for
     multi-token prediction, if config.json or their names say so.
     """
-    stored, tensors = weight_entries(folder), logical_tensors(arch)
+    tensors = logical_tensors(arch)
+    stored = unstacked(weight_entries(folder), tensors)
     if arch.tied and OUTPUT in stored and EMBEDDING in stored:
         if not _same_bytes(stored[OUTPUT], stored[EMBEDDING]):
             raise ValueError(

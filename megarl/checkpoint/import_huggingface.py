@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megarl.checkpoint.file_slice import file_slice
 from megarl.checkpoint.huggingface_folder import weight_entries
+from megarl.checkpoint.stacked_experts import unstacked
 from megarl.models.architecture import Architecture
 from megarl.models.fill import as_logical
 from megarl.models.tensors import Box, LogicalTensor
@@ -24,7 +25,7 @@ class HuggingFaceWeights:
 
     def __init__(self, folder: str, arch: Architecture) -> None:
         self.tensors = logical_tensors(arch)
-        self._entries = weight_entries(folder)
+        self._entries = unstacked(weight_entries(folder), self.tensors)
         self._files: dict[str, Any] = {}
 
     @property
@@ -41,5 +42,10 @@ class HuggingFaceWeights:
         entry = self._entries[tensor.name]
         if entry.file not in self._files:
             self._files[entry.file] = safe_open(entry.file, framework="pt")
-        part: Tensor = self._files[entry.file].get_slice(entry.name)[tuple(slice(*r) for r in at.ranges)]
+        stored, ranges = self._files[entry.file].get_slice(entry.name), at.ranges
+        if entry.place is None:
+            part: Tensor = stored[tuple(slice(*r) for r in ranges)]
+        else:
+            (expert, row), ((lo, hi), columns) = entry.place, ranges
+            part = stored[expert : expert + 1, row + lo : row + hi, slice(*columns)][0]
         return as_logical(tensor, part.view(at.view)[tuple(slice(*i) for i in at.index)])

@@ -31,6 +31,7 @@ class Entry:
         dtype: name of the type in the format, such as "BF16".
         shape: size of each axis.
         start, stop: bytes of the file that are its elements, row-major.
+        place: of a matrix that is a part of the tensor `name`: its index along the first axis, and its first row.
     """
 
     file: str
@@ -39,6 +40,7 @@ class Entry:
     shape: tuple[int, ...]
     start: int
     stop: int
+    place: tuple[int, int] | None = None
 
 
 def read_header(file: str) -> dict[str, Entry]:

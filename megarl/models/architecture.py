@@ -31,6 +31,8 @@ class Layer:
 
     def __post_init__(self) -> None:
         assert self.input_norms or self.output_norms
+        biased = getattr(self.attention, "output_bias", False)
+        assert not biased or self.megatron_fields().get("add_bias_linear"), "Megatron-Core has both biases, or neither"
 
     def with_attention(self, **changes: Any) -> Layer:
         """Change some attributes of the attention."""

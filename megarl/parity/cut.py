@@ -19,6 +19,7 @@ from torch import Tensor
 from megarl.checkpoint.export_huggingface import append
 from megarl.checkpoint.huggingface_folder import CONFIG, SINGLE, read_config, weight_entries, without_further_layers
 from megarl.checkpoint.safetensors_file import SafetensorsWriter, copy_tensors
+from megarl.checkpoint.stacked_experts import unstacked
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.models.tensors import LogicalTensor
@@ -77,14 +78,14 @@ def folder_to_compare(folder: str, arch: Architecture, *, count: int, random_ini
 
 
 def _write(folder: str, file: str, arch: Architecture, *, random_init: bool) -> None:
-    tensors = logical_tensors(arch).values()
+    tensors = logical_tensors(arch)
     if random_init:
-        writer = SafetensorsWriter(file, [(tensor.name, "F32", tensor.hf_shape) for tensor in tensors])
-        for number, tensor in enumerate(tensors):
+        writer = SafetensorsWriter(file, [(tensor.name, "F32", tensor.hf_shape) for tensor in tensors.values()])
+        for number, tensor in enumerate(tensors.values()):
             append(writer, _random(tensor, number))
         return
-    entries = weight_entries(folder)
-    copy_tensors(file, {tensor.name: entries[tensor.name] for tensor in tensors})
+    entries = unstacked(weight_entries(folder), tensors)
+    copy_tensors(file, {name: entries[name] for name in tensors})
 
 
 def _random(tensor: LogicalTensor, seed: int) -> Tensor:

@@ -72,7 +72,8 @@ def _places(model: Any) -> dict[str, Any]:
     """Name the modules whose outputs are compared, in the order of the forward pass."""
     places = {"embedding": model.get_input_embeddings()}
     for number, layer in enumerate(model.model.layers):
-        parts = {"attention": getattr(layer, "self_attn", None), "MLP": getattr(layer, "mlp", None)}
+        attention = getattr(layer, "self_attn", None) or getattr(layer, "linear_attn", None)
+        parts = {"attention": attention, "MLP": getattr(layer, "mlp", None)}
         places |= {f"layer {number}, {part}": module for part, module in parts.items() if module is not None}
         places[f"layer {number}"] = layer
     return places

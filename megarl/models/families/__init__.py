@@ -19,6 +19,7 @@ from megarl.models.families import (
     deepseek_v3,
     gemma3_text,
     glm4_moe,
+    glm4_moe_lite,
     gpt_oss,
     llama,
     minimax_m2,
@@ -42,6 +43,7 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], Architecture]] = {
     "Qwen3ForCausalLM": qwen3.architecture,
     "Qwen3MoeForCausalLM": qwen3_moe.architecture,
     "Glm4MoeForCausalLM": glm4_moe.architecture,
+    "Glm4MoeLiteForCausalLM": glm4_moe_lite.architecture,
     "DeepseekV3ForCausalLM": deepseek_v3.architecture,
     "Gemma3ForCausalLM": gemma3_text.architecture,
     "GptOssForCausalLM": gpt_oss.architecture,
@@ -53,10 +55,11 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], Architecture]] = {
 }
 
 _WITH_IMAGES = {
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
 }
-"""The language models in models with images, where transformers can save them alone."""
+"""The language models in models with images."""
 
 _CLASSIFIERS = {"Gemma3TextForSequenceClassification": "Gemma3ForCausalLM"}
 """The language models under sequence classifiers, where one is not named after the other."""
@@ -91,8 +94,8 @@ def read_architecture(path: str) -> Architecture:
     name = language_model_of(str(names[0]))
     if name in _WITH_IMAGES:
         raise ValueError(
-            f"'{file}': {name} has images; save its language model alone, with transformers' "
-            f"{_WITH_IMAGES[name]}.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
+            f"'{file}': {name} has images; save its language model, {_WITH_IMAGES[name]}, alone with transformers, as "
+            f"docs/howto/model.md says"
         )
     if name not in FAMILIES and not of_user.is_named():
         raise ValueError(

@@ -36,11 +36,19 @@ _ONLY: dict[str, Any] = {
 
 def architecture(config: dict[str, Any]) -> Architecture:
     """Read a `DeepseekV3Config`; raises KeyError for a missing field, ValueError for an unsupported one."""
-    config = _DEFAULTS | config
+    return with_latent_attention(_DEFAULTS | config, "deepseek_v3")
+
+
+def with_latent_attention(config: dict[str, Any], family: str) -> Architecture:
+    """Read a model of these layers.
+
+    Args:
+        config: with every field that has a default in the family.
+    """
     heads = config["num_attention_heads"]
-    rope = llama.rope(config, "deepseek_v3", {"default": lambda rope: None, "yarn": _yarn})
-    check_only(config | rope, "deepseek_v3", _ONLY | {"num_key_value_heads": heads})
-    check_not_quantized(config, "deepseek_v3")
+    rope = llama.rope(config, family, {"default": lambda rope: None, "yarn": _yarn})
+    check_only(config | rope, family, _ONLY | {"num_key_value_heads": heads})
+    check_not_quantized(config, family)
     attention = Latent(
         num_attention_heads=heads,
         kv_lora_rank=config["kv_lora_rank"],
@@ -52,7 +60,7 @@ def architecture(config: dict[str, Any]) -> Architecture:
         rope_scaling=rope["rope_scaling"],
     )
     dense = Layer(attention=attention, mlp=SwiGLU(ffn_hidden_size=config["intermediate_size"]))
-    return model(config, "deepseek_v3", dense)
+    return model(config, family, dense)
 
 
 def _yarn(rope: dict[str, Any]) -> Yarn:

@@ -22,6 +22,15 @@ _DEFAULTS: dict[str, Any] = {
     "sliding_window": 128,
     "swiglu_limit": 7.0,
 }
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+"""What transformers takes where the configuration says nothing of the rotary embedding."""
 _ONLY: dict[str, Any] = {"hidden_act": "silu", "attention_bias": True, "swiglu_alpha": 1.702}
 
 
@@ -35,6 +44,8 @@ def architecture(config: dict[str, Any]) -> Architecture:
         )
     check_only(config, "gpt_oss", _ONLY)
     config = _DEFAULTS | {"sliding_window_pattern": 2} | config
+    if not (config.get("rope_parameters") or config.get("rope_scaling")):
+        config = config | {"rope_scaling": _YARN}
     kinds = {kind: _layer(config, kind) for kind in (SLIDING, FULL)}
     model = llama.model(config, "gpt_oss", kinds[FULL])
     return replace(model, layers=alternating(config, kinds, model.num_layers, every="sliding_window_pattern"))

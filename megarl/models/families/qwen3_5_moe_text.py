@@ -10,4 +10,5 @@ from megarl.models.families import qwen3_next
 
 def architecture(config: dict[str, Any]) -> Architecture:
     """Read a `Qwen3_5MoeTextConfig`; raises KeyError for a missing field, ValueError for an unsupported one."""
+    config = config | {"norm_topk_prob": True}  # transformers does not read the field
     return qwen3_next.with_experts(config, "qwen3_5_moe_text", joined=False)

@@ -86,8 +86,8 @@ class GroupedQuery(AttentionPart):
 
     @property
     def fused_attention(self) -> bool:
-        """Leave out norms over all heads, and YaRN, which multiplies queries and keys as it rotates them."""
-        ours = self.norm_over_heads or isinstance(self.rope_scaling, Yarn)
+        """Leave out norms over all heads, another scale, and YaRN, which multiplies queries and keys as it rotates."""
+        ours = self.norm_over_heads or self.softmax_scale is not None or isinstance(self.rope_scaling, Yarn)
         return self.transformer_engine and not ours
 
     @property
