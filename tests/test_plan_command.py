@@ -223,6 +223,13 @@ def test_the_longest_sequence_and_what_makes_it_longer(llama: str, capsys: pytes
     tokens, others = planned(*small)
     assert others.keys() == {offloaded, over_two} and others[offloaded] > 1.2 * tokens
     assert planned(*small, f"actor_rollout_ref.{offloaded}")[0] == others[offloaded]
+    parts = "actor_rollout_ref.model.recompute_modules"
+    _, others = planned(f"{parts}=[mlp]")
+    assert others[f"{recomputed} and model.recompute_modules=[]"] == planned(f"actor_rollout_ref.{recomputed}")[0]
+    alone, _ = planned()
+    critic = ("algorithm.adv_estimator=gae", "critic.megatron.param_offload=true", "critic.megatron.grad_offload=true")
+    tokens, _ = planned(*critic, "critic.megatron.optimizer_offload=true")  # on one rank each, the actor on two
+    assert 0 < tokens < 0.7 * alone
 
 
 def test_longer_sequences_where_heads_do_not_divide(capsys: pytest.CaptureFixture[str]) -> None:
@@ -239,6 +246,9 @@ def test_longer_sequences_where_heads_do_not_divide(capsys: pytest.CaptureFixtur
     assert found is not None, out
     tokens, more = (int(text.replace(",", "")) for text in found.groups())
     assert 1.5 * tokens < more < 2 * tokens  # copies of keys take some
+    padded = f"{roles}.model.use_remove_padding=false"
+    assert main(["plan", QUICKSTART, "--gpus", "16", *keys, f"{roles}.rollout.{size}", padded]) == 0
+    assert "all_gather" not in capsys.readouterr().out
 
 
 def test_a_model_that_does_not_fit(llama: str, capsys: pytest.CaptureFixture[str]) -> None:

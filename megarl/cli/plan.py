@@ -240,7 +240,7 @@ def _longest_lines(job: Job, accelerator: Accelerator, stages: Sequence[StageBud
         others = longer_sequences(job, accelerator, moved=moved)
         longer = "; ".join(f"{more:,} with {key}" for key, more in others if more > tokens)
         yield (
-            f"Longest sequence whose update leaves {RESERVE:.0%} of the memory free: {tokens:,} tokens"
+            f"Longest sequence with which training leaves {RESERVE:.0%} of the memory free: {tokens:,} tokens"
             f"{' or more' * (tokens == most_looked_for(job))}"
             f"{f'; {longer}' if longer else ''}. The model has {job.arch.max_position_embeddings:,} positions."
         )

@@ -138,12 +138,7 @@ def _stage_budget(job: Job, accelerator: Accelerator, stage: int, moved: int, ca
             Phase.RESHARD: awake | weights | {"reshard buffers": reshard_buffers(job, moved)},
             Phase.GENERATE: weights | cache | {"engine activations": engine_activations(job)},
         }
-    passes = {
-        **({Phase.LOG_PROBS: forward(job.actor, stage)} if job.log_probs else {}),
-        **({Phase.REF: forward(job.actor, stage)} if job.reference else {}),
-        **dict(passes_beside(job)),
-        Phase.UPDATE: forward_and_backward(job.actor, stage),
-    }
+    passes = policy_passes(job, stage) | dict(passes_beside(job))
     phases = engine | {phase: awake | items for phase, items in passes.items()}
 
     def present(phase: Phase) -> Items:
@@ -153,6 +148,15 @@ def _stage_budget(job: Job, accelerator: Accelerator, stage: int, moved: int, ca
     return StageBudget(
         stage=stage, phases={phase: present(phase) | phases[phase] for phase in Phase if phase in phases}
     )
+
+
+def policy_passes(job: Job, stage: int) -> dict[Phase, Items]:
+    """Count what the passes of the policy and its reference hold on a rank of a stage, beside what is always there."""
+    return {
+        **({Phase.LOG_PROBS: forward(job.actor, stage)} if job.log_probs else {}),
+        **({Phase.REF: forward(job.actor, stage)} if job.reference else {}),
+        Phase.UPDATE: forward_and_backward(job.actor, stage),
+    }
 
 
 def _state(job: Job, stage: int) -> Items:

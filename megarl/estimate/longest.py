@@ -1,16 +1,17 @@
-"""Finds the longest sequence that an update of the policy has memory for, and what makes it longer. Torch-free."""
+"""Finds the longest sequence that training has memory for, and what makes it longer. Torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from megarl.estimate.accelerator import Accelerator
-from megarl.estimate.budget import StageBudget, budget
+from megarl.estimate.beside import passes_beside
+from megarl.estimate.budget import StageBudget, budget, policy_passes
 from megarl.estimate.fit import RESERVE
 from megarl.estimate.job import Job
 from megarl.estimate.model import ModelJob
-from megarl.estimate.model_memory import forward_and_backward
 from megarl.estimate.token_budget import STEP, most_that_fit
 from megarl.flow_kinds import format_of
 from megarl.models.parts.grouped_query import GroupedQuery
@@ -26,8 +27,8 @@ def most_looked_for(job: Job) -> int:
 
 
 def longest_sequence(job: Job, accelerator: Accelerator, stages: Sequence[StageBudget]) -> int | None:
-    """Count the tokens of the longest sequence, alone in its micro-batch or with the other of its pair, whose update
-    leaves `RESERVE` of the memory free; in steps of `STEP`.
+    """Count the tokens of the longest sequence, alone in its micro-batch or with the other of its pair, with which all
+    passes of training leave `RESERVE` of the memory free; in steps of `STEP`. Generation is not looked at.
 
     Args:
         stages: of `budget`.
@@ -38,11 +39,17 @@ def longest_sequence(job: Job, accelerator: Accelerator, stages: Sequence[StageB
     if any(isinstance(layer.attention, GroupedQuery) and layer.attention.sinks for layer in job.arch.kinds):
         return None
     room = (1 - RESERVE) * accelerator.memory
-    beside = [stage.total(Phase.UPDATE) - _update(job.actor, stage) for stage in stages]
+    beside = [
+        {phase: stage.total(phase) - nbytes for phase, nbytes in _passes(job, stage.stage).items()} for stage in stages
+    ]
 
     def fit(tokens: int) -> bool:
-        model = _with_sequences_of(job.actor, tokens)
-        return all(rest + _update(model, stage) <= room for rest, stage in zip(beside, stages, strict=True))
+        longer = _with_sequences_of(job, tokens)
+        return all(
+            rest[phase] + nbytes <= room
+            for stage, rest in zip(stages, beside, strict=True)
+            for phase, nbytes in _passes(longer, stage.stage).items()
+        )
 
     return most_that_fit(most_looked_for(job), fit)
 
@@ -57,34 +64,45 @@ def longer_sequences(job: Job, accelerator: Accelerator, *, moved: int) -> Itera
         yield key, longest_sequence(other, accelerator, budget(other, accelerator, moved=moved)) or 0
 
 
-def _update(model: ModelJob, stage: StageBudget) -> int:
-    return sum(forward_and_backward(model, stage.stage).values())
+def _passes(job: Job, stage: int) -> dict[Phase, int]:
+    """Count the bytes that the passes of training hold, by phase."""
+    passes = policy_passes(job, stage) | dict(passes_beside(job))
+    return {phase: sum(items.values()) for phase, items in passes.items()}
 
 
-def _with_sequences_of(model: ModelJob, tokens: int) -> ModelJob:
-    """Give a model such sequences, as many of them as before, one or a pair to a micro-batch."""
-    config = model.config
-    together = 2 if format_of(config) == "preferences" else 1
-    data = config.data.model_copy(update={"max_prompt_length": 1, "max_response_length": tokens - 1})
-    batching = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": -(-together * tokens // model.layout.cp)}
-    return replace(
-        model,
-        config=config.model_copy(update={"data": data}),
-        batching=model.batching.model_copy(update=batching),
-    )
+def _with_sequences_of(job: Job, tokens: int) -> Job:
+    """Give all models such sequences, as many of them as before, one or a pair to a micro-batch."""
+    together = 2 if format_of(job.config) == "preferences" else 1
+    data = job.config.data.model_copy(update={"max_prompt_length": 1, "max_response_length": tokens - 1})
+
+    def batching(model: ModelJob) -> dict[str, Any]:
+        return {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": -(-together * tokens // model.layout.cp)}
+
+    roles = job.config.actor_rollout_ref
+    actor = roles.actor.model_copy(update=batching(job.actor))
+    roles = roles.model_copy(update={"actor": actor})
+    config = job.config.model_copy(update={"data": data, "actor_rollout_ref": roles})
+    others = [
+        replace(model, config=config, batching=model.batching.model_copy(update=batching(model)))
+        for model in job.other_models
+    ]
+    return replace(job, config=config, other_models=tuple(others))
 
 
 def _alternatives(job: Job) -> Iterator[tuple[str, Job]]:
     roles = job.config.actor_rollout_ref
     keys = ("enable_gradient_checkpointing", "enable_activation_offload")
     if key := next((key for key in keys if not getattr(roles.model, key)), None):
-        model = roles.model.model_copy(update={key: True})
+        parts = roles.model.recompute_modules  # of which a layer that is recomputed whole has none
+        model = roles.model.model_copy(update={key: True, "recompute_modules": []})
         config = job.config.model_copy(update={"actor_rollout_ref": roles.model_copy(update={"model": model})})
-        yield f"model.{key}=true", replace(job, config=config)
+        yield f"model.{key}=true{' and model.recompute_modules=[]' * bool(parts)}", replace(job, config=config)
     megatron, cp = roles.actor.megatron, 2 * job.train.cp
     kinds = [megatron.cp_comm_type, "all_gather"] if job.train.dp % 2 == 0 else []
     for kind in kinds:
         layout = replace(job.train, cp=cp, gathers_keys=kind == "all_gather")
+        if layout.gathers_keys and not roles.model.use_remove_padding:
+            continue
         try:
             job.arch.check_training(layout, sequence_parallel=megatron.sequence_parallel)
         except ValueError:  # heads that do not divide, say
