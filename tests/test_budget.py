@@ -159,7 +159,7 @@ def test_the_table_of_an_8b_model() -> None:
     weights = {"engine weights": 2 * (engine // 2 + 65 * 4096 - SHARED)}
     assert first.phases["reshard"] == resident | weights | {"reshard buffers": 8 * (4 * 10**9 // 2**14)}
     prefill = 4 * 4096 + 5120 + 21_504
-    activations = 2 * 8192 * prefill + 3 * 4 * 256 * 128_256
+    activations = 2 * 8192 * prefill + (3 * 4 * 256 + 48 * 32) * 128_256
     tokens = 256 * 4096 + 128  # of 2 x 32 layers x 4 heads x 128 x 2 bytes; a block is vLLM's own
     assert 65_536 * tokens < H200.memory // 2 - weights["engine weights"] - activations
     assert first.phases["generate"] == resident | weights | {
@@ -277,7 +277,7 @@ def test_the_native_engine_counts_with_no_less_than_a_layer_keeps(arch: Architec
 def test_the_native_engine_computes_long_prompts_in_parts() -> None:
     """With keys and values of 4 KV heads of 128, read and put in order; attention sinks want the whole prompt."""
     layer = 6 * 4096 + 8 * 2048 + 4 * 7168
-    sampler = 2 * 256 * 128_256 * (2 + 4)
+    sampler = (2 * 256 * (2 + 4) + 48 * 32) * 128_256
     assert engine_activations(job(rollout__name="native")) == 2 * 8192 * layer + sampler
     short = dict(tp=2, itemsize=2, max_num_seqs=256, max_num_batched_tokens=10, max_model_len=4096)
     assert native_activation_bytes(LLAMA_3_8B, **short) == 2 * (10 * layer + 4096 * 2 * 2 * 4 * 128) + sampler

@@ -126,10 +126,10 @@ def test_top_k_keeps_ties() -> None:
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(-1, 1.0), (5, 0.8)])
 def test_row_alone_equals_row_in_batch(top_k: int, top_p: float) -> None:
-    logits, seeds, positions = some_logits(32, 333), torch.arange(32) * 17, torch.arange(32)
+    logits, seeds, positions = some_logits(70, 333), torch.arange(70) * 17, torch.arange(70)
     how = params(temperature=0.8, top_k=top_k, top_p=top_p)
     batch = sample(logits, how, seeds=seeds, positions=positions)
-    for i in range(32):
+    for i in range(70):
         alone = sample(logits[i : i + 1], how, seeds=seeds[i : i + 1], positions=positions[i : i + 1])
         assert (alone.token_ids[0], alone.logp[0]) == (batch.token_ids[i], batch.logp[i])
 

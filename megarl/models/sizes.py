@@ -24,6 +24,12 @@ would add to the whole gradient of the output weight more often."""
 BLOCK_SIZE = 16
 """Tokens in a block of the native engine's KV cache."""
 
+ROWS_SORTED = 32
+"""Rows of logits that top-k and top-p sort together: sorted ones take memory."""
+
+SORT_BYTES = 48
+"""Of each logit, while they do: it and its token in order, and three sums of probabilities in float64."""
+
 
 def blocks_for(tokens: int, block_size: int = BLOCK_SIZE) -> int:
     """Count the blocks of KV cache that hold so many tokens of one sequence."""
@@ -116,9 +122,12 @@ def prefill_activations(arch: Architecture, *, tp: int, ep: int = 1) -> int:
 
 
 def sampler_bytes(arch: Architecture, *, max_num_seqs: int, itemsize: int) -> int:
-    """Count the bytes of logits [max_num_seqs, vocab_size] in the model's dtype and in fp32, twice: CUDA graphs of
-    several batch sizes hold their own, and top-k and top-p sort a copy."""
-    return 2 * max_num_seqs * arch.vocab_size * (itemsize + 4)
+    """Count the bytes of logits [max_num_seqs, vocab_size] in the model's dtype and in fp32, and of rows being sorted.
+
+    The logits count twice, since CUDA graphs of several batch sizes hold their own.
+    """
+    sort = min(max_num_seqs, ROWS_SORTED) * SORT_BYTES
+    return arch.vocab_size * (2 * max_num_seqs * (itemsize + 4) + sort)
 
 
 def native_activation_bytes(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megarl.models.sizes import ROWS_SORTED
 from megarl.rollout.native import kernels
 from megarl.types import SamplingParams
 
@@ -43,6 +44,10 @@ def sample(logits: Tensor, params: SamplingParams, *, seeds: Tensor, positions: 
 
         token_ids, logp = draw(logits, temperature=params.temperature, seeds=seeds, positions=positions)
         return Sample(token_ids=token_ids, logp=logp)
+    if filtered and len(logits) > ROWS_SORTED:
+        chunks = zip(*(x.split(ROWS_SORTED) for x in (logits, seeds, positions)), strict=True)
+        parts = [sample(rows, params, seeds=s, positions=p) for rows, s, p in chunks]
+        return Sample(token_ids=torch.cat([x.token_ids for x in parts]), logp=torch.cat([x.logp for x in parts]))
     logits = logits.float()
     if params.temperature == 0:
         token_ids = logits.argmax(-1)
