@@ -1,7 +1,7 @@
 """Real ranks for tests: a pool of processes that stay alive, each job with a process group of its own.
 
 Starting a rank costs seconds of imports, so the pool is started once per test session and every job initialises and
-destroys its own world of 1 to 6 ranks: gloo on CPUs; where there are enough GPUs, NCCL for tensors on them as well.
+destroys its own world of 1 to 8 ranks: gloo on CPUs; where there are enough GPUs, NCCL for tensors on them as well.
 A job that joins the others by itself, as a whole run does, gets a launcher's variables instead.
 """
 

@@ -191,6 +191,8 @@ MIXED_CASES = [
     Case(tp=2, sequence_parallel=True, config={"model": {"dtype": "float32", "enable_gradient_checkpointing": True}}),
     Case(tp=2, cp=2, ep=2, etp=1, sequence_parallel=True),
     Case(cp=2, ep=2, packed=False),
+    Case(dp=4, ep=4),
+    Case(dp=2, ep=2, packed=False),
 ]
 
 
@@ -218,6 +220,16 @@ def test_loss_and_gradient_norm_agree_with_layers_of_two_kinds(
         assert kept
         for got, want in zip(history, wanted, strict=True):
             assert got == pytest.approx(want, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(tp=2, dp=2, pp=2, ep=2, etp=2, sequence_parallel=True), Case(dp=8, ep=4, etp=2)],
+    ids=lambda case: case.name,
+)
+@pytest.mark.slow
+def test_loss_and_gradient_norm_agree_with_experts_over_8_ranks(ranks: Ranks, case: Case) -> None:
+    _agree(ranks, case, SOME_WITH_EXPERTS)
 
 
 DENSE_LATENT = replace(LATENT, layers=((LATENT.layer(0), 3),))
