@@ -20,10 +20,11 @@ from test_resume import same
 from tiny_engines import GROUPS, engine_of
 from tiny_families import ARCHITECTURES, CONFIGS
 from tiny_run import FINGERPRINT, metrics_of, numbers_of, write_run
-from training_cases import SOME_WITH_EXPERTS, WITH_EXPERTS, Case, actor_in, hybrid_of, policy_loss, reference_of
+from training_cases import ARCH, SOME_WITH_EXPERTS, WITH_EXPERTS, Case, actor_in, hybrid_of, policy_loss, reference_of
 
 from megarl.config import load_config
 from megarl.models.architecture import Architecture
+from megarl.models.parts.experts import MixtureOfExperts
 from megarl.rollout.engine import Request
 from megarl.rollout.expert_record import empty_record
 from megarl.rollout.native import engine as native
@@ -242,6 +243,23 @@ def test_tokens_go_to_the_recorded_experts_in_further_layouts(ranks: Ranks, case
     for other, others in ranks.run(case.world, _taught, case, arch, batch, True):
         assert others == pytest.approx(logp, abs=1e-5)
         assert other == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_experts_beyond_256_are_recorded_and_replayed(ranks: Ranks) -> None:
+    """Their numbers take two bytes; a record cut to one byte would send tokens to other experts."""
+    moe = MixtureOfExperts(num_experts=300, experts_per_token=4, norm_topk_prob=True)
+    arch = changed(ARCH, num_layers=2, ffn_hidden_size=8, moe=moe)
+    batch = ranks.run(1, _generated, _case(engine=RECORDS), arch)[0]
+    experts = batch.routed_experts
+    assert experts.dtype == torch.int16 and 256 <= experts.max() < 300 and experts.min() >= 0
+    assert ranks.run(1, _sent, _case(), arch, batch)[0] == 2 * len(arch.expert_layers)
+    ((metrics, logp),) = ranks.run(1, _taught, _case(), arch, batch, False)
+    assert metrics["routing_agreement"] == 1 and metrics["ratio_max_deviation"] == 0
+    assert logp == pytest.approx(batch.rollout_logp, abs=1e-5)
+    for other, others in ranks.run(2, _taught, _case(dp=2, ep=2), arch, batch, True):
+        assert other["routing_agreement"] < 0.5 and other["ratio_max_deviation"] == 0
+        assert (others - logp).abs().max() > 1e-3
 
 
 ENGINES = [
