@@ -65,6 +65,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 48,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
+    "olmo2": {"architectures": ["Olmo2ForCausalLM"], "rope_theta": 500_000.0},
 }
 PROMPTS = [
     *([3 + i, 5, 7, *range(20, 20 + 3 * i)] for i in range(2)),
@@ -96,7 +97,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             "tie_word_embeddings": False,
             **special,
         }
-        if family == "qwen2":
+        if family in ("qwen2", "olmo2"):
             config["hidden_size"] = 256  # its head_dim is the quotient
         (folder / "config.json").write_text(json.dumps(config))
         out[family] = str(folder)
@@ -263,7 +264,7 @@ def generated(vllm_ranks: Ranks, folders: dict[str, str]) -> Generated:
 @pytest.mark.parametrize(
     ("layout", "family"),
     [(name, "qwen3") for name in LAYOUTS if name != ON_FOUR_RANKS]
-    + [("121-to-tp2", f) for f in ("llama", "qwen2", "gemma3_text")],
+    + [("121-to-tp2", f) for f in ("llama", "qwen2", "gemma3_text", "olmo2")],
 )
 def test_greedy_equals_transformers_and_the_native_engine(
     generated: Generated, folders: dict[str, str], family: str, layout: str
