@@ -27,6 +27,8 @@ from training_cases import (
     ARCH,
     LATENT,
     LINEAR,
+    LINEAR_APART,
+    NORMS_AND_EXPERTS,
     NORMS_BEHIND,
     SINKS,
     SOME_WITH_EXPERTS,
@@ -407,7 +409,11 @@ def test_experts_over_ranks_are_read_in_any_layout(ranks: Ranks, tmp_path: Path)
     assert ranks.run(4, _layouts, str(tmp_path), cases, WITH_EXPERTS)[0][0] == [True] * 5
 
 
-@pytest.mark.parametrize("arch", [WITH_EXPERTS, SOME_WITH_EXPERTS, LATENT, LINEAR], ids=lambda arch: arch.family)
+@pytest.mark.parametrize(
+    "arch",
+    quick([WITH_EXPERTS, SOME_WITH_EXPERTS, LATENT, LINEAR, NORMS_AND_EXPERTS], 0, 1, 2, 3),
+    ids=lambda arch: arch.family,
+)
 def test_norms_are_stored_by_the_names_of_transformer_engine(ranks: Ranks, arch: Architecture) -> None:
     names = ParameterNames(fused_norms=True)
     norms = {
@@ -443,7 +449,11 @@ def test_experts_are_read_grouped_or_one_by_one(ranks: Ranks, tmp_path: Path, ar
     assert ranks.run(1, _layouts, str(tmp_path), [Case(), one_by_one, Case()], arch)[0][0] == [True] * 2
 
 
-@pytest.mark.parametrize("arch", quick([SOME_WITH_EXPERTS, LATENT, LINEAR]), ids=lambda arch: arch.family)
+@pytest.mark.parametrize(
+    "arch",
+    quick([SOME_WITH_EXPERTS, LATENT, LINEAR, LINEAR_APART, NORMS_AND_EXPERTS]),
+    ids=lambda arch: arch.family,
+)
 def test_layers_of_two_kinds_are_read_in_any_layout(ranks: Ranks, tmp_path: Path, arch: Architecture) -> None:
     cases = [Case(dp=4, ep=2), Case(tp=2, pp=2, sequence_parallel=True), Case(pp=2, dp=2, ep=2, chunks=2)]
     assert ranks.run(4, _layouts, str(tmp_path), cases, arch)[0][0] == [True] * 2

@@ -15,6 +15,7 @@ from training_cases import (
     ARCH,
     LATENT,
     LINEAR,
+    NORMS_AND_EXPERTS,
     NORMS_BEHIND,
     SINKS,
     SOME_WITH_EXPERTS,
@@ -308,8 +309,7 @@ def test_loss_and_gradient_norm_agree_with_norms_over_all_heads(ranks: Ranks, ca
 )
 @pytest.mark.slow
 def test_loss_and_gradient_norm_agree_with_such_norms_and_experts(ranks: Ranks, case: Case) -> None:
-    """As MiniMax-M2's layers."""
-    _agree(ranks, case, changed(WITH_EXPERTS, qkv_bias=False, norm_over_heads=True, partial_rotary_factor=0.5))
+    _agree(ranks, case, NORMS_AND_EXPERTS)
 
 
 def _agree(ranks: Ranks, case: Case, arch: Architecture) -> None:

@@ -12,6 +12,8 @@ from training_cases import (
     ARCH,
     LATENT,
     LINEAR,
+    LINEAR_APART,
+    NORMS_AND_EXPERTS,
     NORMS_BEHIND,
     SINKS,
     SOME_WITH_EXPERTS,
@@ -165,7 +167,11 @@ MIXED = [
 ]
 
 
-@pytest.mark.parametrize("arch", quick([SOME_WITH_EXPERTS, LATENT, LINEAR]), ids=lambda arch: arch.family)
+@pytest.mark.parametrize(
+    "arch",
+    quick([SOME_WITH_EXPERTS, LATENT, LINEAR, LINEAR_APART, NORMS_AND_EXPERTS]),
+    ids=lambda arch: arch.family,
+)
 @pytest.mark.parametrize("dtype", quick(["float32", "bfloat16"], 0))
 def test_engine_log_probs_with_layers_of_two_kinds(
     ranks: Ranks, dtype: Literal["float32", "bfloat16"], arch: Architecture

@@ -140,6 +140,24 @@ LINEAR = replace(
     norm_eps=1e-2,  # a first token's output, its value times query and key, is so near 0 that a norm shows its rounding
 )
 """Gated delta nets, a layer of gated attention among them, with experts and a gated one for all, as Qwen3-Next's."""
+LINEAR_APART = replace(
+    LINEAR,
+    family="qwen3_5_moe_text",
+    layers=tuple(
+        (replace(layer, attention=replace(_LINEAR, joined=False)) if layer.attention is _LINEAR else layer, count)
+        for layer, count in LINEAR.layers
+    ),
+)
+"""The same with queries, keys and values of all heads in a matrix of the files, as Qwen3.5's."""
+NORMS_AND_EXPERTS = changed(
+    ARCH,
+    family="minimax_m2",
+    qkv_bias=False,
+    norm_over_heads=True,
+    partial_rotary_factor=0.5,
+    moe=replace(SIGMOID, num_groups=1, groups_per_token=1, scaling_factor=1.0),
+)
+"""Norms over all heads of the queries and keys, before experts, as MiniMax-M2's."""
 SEQUENCES = 16
 
 
