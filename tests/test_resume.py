@@ -15,6 +15,7 @@ import torch
 from kill_and_resume import tensors_of
 from ranks import Ranks
 from run_cases import run_here
+from tiny_families import CONFIGS, EXPERTS
 from tiny_run import FINGERPRINT, metrics_of, numbers_of, write_run
 
 from megarl.checkpoint.manifest import files_of, record_files, write_manifest
@@ -78,6 +79,34 @@ def test_a_run_that_ended_anywhere_ends_with_the_same_bits(
     assert ended == "" and f"resuming from {kept[0]}" in said
     assert same(checkpoint(folder, "global_step_3"), checkpoint(first_run, "global_step_3"))
     assert numbers_of(folder) == numbers_of(first_run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("glm4_moe", "deepseek_v3", "qwen3_next", "qwen3_5_moe_text"),
+        *("gpt_oss", "gemma3_text", "olmo2", "minimax_m2"),
+    ],
+)
+def test_a_run_of_any_family_goes_on_to_the_same_bits(ranks: Ranks, tmp_path: Path, family: str) -> None:
+    """Over two ranks, which have experts of their own where there are any."""
+    (tmp_path / "reward.py").write_text(FINGERPRINT)
+    keys = RUN | {"trainer__total_training_steps": 2, "reward__name": f"{tmp_path / 'reward.py'}:score"}
+    del keys["warmup"]
+    if family in EXPERTS:
+        keys["actor_rollout_ref__actor__megatron"] = {"expert_model_parallel_size": 2}
+    config, whole = write_run(tmp_path, **keys), tmp_path / "whole"
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[family] | {"vocab_size": 18, "initializer_range": 0.1}))
+    ended, said = ranks.run(2, run_here, str(config))[0]
+    assert ended == "", said
+    history = numbers_of(tmp_path)
+    assert all(row["actor/grad_norm"] > 0 for row in history) and len(history) == 2
+    checkpoint(tmp_path, "global_step_2").rename(whole)
+    assert not same(whole, checkpoint(tmp_path, "global_step_1"))
+    ended, said = ranks.run(2, run_here, str(config))[0]
+    assert ended == "" and "resuming from" in said
+    assert same(whole, checkpoint(tmp_path, "global_step_2")) and numbers_of(tmp_path) == history
 
 
 CHANGES = [
