@@ -37,6 +37,19 @@ def write_folder(
     return folder
 
 
+def write_with_further_layer(folder: Path, name: str, **config: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A tiny model's folder with a layer for multi-token prediction; returns the model's weights, and the layer's."""
+    write_folder(folder, name, **config, num_nextn_predict_layers=1)
+    weights, arch = read_weights(folder), read_architecture(str(folder))
+    last, prefix = f"model.layers.{arch.num_layers - 1}.", f"model.layers.{arch.num_layers}."
+    further = {key.replace(last, prefix): value + 1 for key, value in weights.items() if key.startswith(last)}
+    width = arch.hidden_size
+    further |= {f"{prefix}eh_proj.weight": torch.randn(width, 2 * width), f"{prefix}enorm.weight": torch.ones(width)}
+    further |= {f"{prefix}shared_head.head.weight": weights["model.embed_tokens.weight"] + 1}
+    write_weights(folder, weights | further)
+    return weights, further
+
+
 def write_weights(folder: Path, weights: dict[str, Tensor], files: int = 1) -> None:
     """Save tensors as `model.safetensors`, or dealt out over several files with an index."""
     if files == 1:

@@ -11,7 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from huggingface_cases import assert_same_weights, log_probs, read_weights, write_folder, write_weights
+from huggingface_cases import (
+    assert_same_weights,
+    log_probs,
+    read_weights,
+    write_folder,
+    write_weights,
+    write_with_further_layer,
+)
 from ranks import Ranks
 from safetensors.torch import save_file
 from selection import quick
@@ -46,16 +53,18 @@ def test_bits_survive_both_ways(tmp_path: Path, name: str, tp: int, pp: int) -> 
     assert json.loads((back / "config.json").read_text()).items() >= CONFIGS[name].items()
 
 
-def test_layers_for_multi_token_prediction_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("family", quick(["glm4_moe", "deepseek_v3"], 0))
+def test_layers_for_multi_token_prediction_are_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str
+) -> None:
     """A checkpoint has none of them; an export beside their folder has them, bit for bit; `transformers` reads it."""
-    source, alone, megatron, back = (tmp_path / name for name in ("glm", "without", "megatron", "back"))
-    write_folder(source, "glm4_moe", num_nextn_predict_layers=1)
-    weights = read_weights(source)
-    further = {"model.layers.4.eh_proj.weight": torch.randn(32, 64), "model.layers.4.enorm.weight": torch.ones(32)}
-    write_weights(source, weights | further)
+    source, alone, megatron, back = (tmp_path / name for name in ("folder", "without", "megatron", "back"))
+    weights, further = write_with_further_layer(source, family)
     assert main(["hf-to-megatron", str(source), str(megatron)]) == 0
     said = capsys.readouterr().out
-    assert "glm' has a layer for multi-token prediction: left out; an export with --model=FOLDER has it again" in said
+    assert (
+        "folder' has a layer for multi-token prediction: left out; an export with --model=FOLDER has it again" in said
+    )
     assert main(["megatron-to-hf", str(megatron), str(alone), "--verify"]) == 0
     assert_same_weights(weights, read_weights(alone))
     assert json.loads((alone / "config.json").read_text())["num_nextn_predict_layers"] == 0

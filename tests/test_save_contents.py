@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from huggingface_cases import assert_same_weights, read_weights, write_with_further_layer
 from ranks import Ranks
 from run_cases import run_here
-from tiny_run import metrics_of, write_run
+from tiny_run import FINGERPRINT, metrics_of, write_run
 
 from megarl.config import ConfigError, load_config
 from megarl.trainer.admission.checks import check_run
@@ -67,6 +70,46 @@ def test_a_hugging_face_folder_alone_is_for_other_programs(ranks: Ranks, tmp_pat
     again = [f"actor_rollout_ref.model.path={exported}", "actor_rollout_ref.model.random_init=false"]
     again += [f"trainer.default_local_dir={tmp_path / 'again'}", "actor_rollout_ref.model.tokenizer_path="]
     assert ranks.run(1, run_here, str(tmp_path / "run.yaml"), again)[0][0] == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "contents"),
+    [("glm4_moe", ["hf_model"]), ("deepseek_v3", ["model", "optimizer", "hf_model"])],
+    ids=["glm4_moe", "deepseek_v3"],
+)
+def test_a_run_exports_layers_for_multi_token_prediction_unchanged(
+    ranks: Ranks, tmp_path: Path, family: str, contents: list[str]
+) -> None:
+    """`transformers` reads the folder, and so does a run."""
+    (tmp_path / "reward.py").write_text(FINGERPRINT)
+    keys: dict[str, Any] = {
+        "reward__name": f"{tmp_path / 'reward.py'}:score",
+        "actor_rollout_ref__model__random_init": False,
+        "checkpoint__save_contents": contents,
+        "trainer__total_training_steps": 1,
+        "trainer__save_freq": 1,
+        "trainer__val_before_train": False,
+        "trainer__test_freq": 0,
+    }
+    config = str(write_run(tmp_path, **keys))
+    weights, further = write_with_further_layer(tmp_path, family, vocab_size=18)
+    ended, said = ranks.run(1, run_here, config)[0]
+    assert ended == "" and "a layer for multi-token prediction: not trained, exported unchanged" in said
+    huggingface = tmp_path / "run" / "checkpoints" / "global_step_1" / "huggingface"
+    tensors = read_weights(huggingface)
+    assert_same_weights({name: tensors.pop(name) for name in further}, further)
+    assert tensors.keys() == weights.keys()
+    assert not torch.equal(tensors["lm_head.weight"], weights["lm_head.weight"])
+    index = json.loads((huggingface / "model.safetensors.index.json").read_text())["weight_map"]
+    assert index.keys() == weights.keys() | further.keys()
+    assert json.loads((huggingface / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(huggingface)
+    assert torch.equal(model.lm_head.weight, tensors["lm_head.weight"])
+    again = [f"actor_rollout_ref.model.path={huggingface}", "actor_rollout_ref.model.tokenizer_path="]
+    check_run(load_config(config, [*again, f"trainer.default_local_dir={tmp_path / 'again'}"]))
 
 
 @pytest.mark.parametrize("contents", ["[]", "[optimizer]", "[optimizer,hf_model]", "[weights]"])
