@@ -87,6 +87,13 @@ CONTEXT_CASES = [
     Case(tp=2, cp=2, gathers=True, sequence_parallel=True),
     Case(pp=2, cp=2, gathers=True, chunks=2),
     Case(tp=2, cp=3, gathers=True),
+    Case(cp=4, packed=False),
+    Case(cp=4, dp=2),
+    Case(tp=2, cp=2),
+    Case(pp=2, cp=2),
+    Case(pp=2, cp=2, packed=False),
+    Case(tp=2, pp=2, cp=2, sequence_parallel=True),
+    Case(cp=2, dp=2, gathers=True),
 ]
 
 

@@ -80,6 +80,8 @@ CASES = [
     Case(cp=2, dp=2, ep=2),
     Case(tp=2, packed=False, sequence_parallel=True),
     Case(pp=2, config={"model": {"dtype": "float32", "enable_gradient_checkpointing": True}}),
+    Case(tp=2, cp=2, ep=2, etp=1, sequence_parallel=True),
+    Case(cp=2, ep=2, packed=False),
 ]
 
 
