@@ -17,11 +17,13 @@ from test_native_paging import StepsAhead, draw
 from tiny_engines import GREEDY, GROUPS, MIXED, SAMPLED, assert_same, engine_of, prompts_of, text_of
 from tiny_families import ARCHITECTURES
 
+from megarl.models.architecture import Architecture
 from megarl.models.sizes import blocks_for
 from megarl.rollout.engine import Request
 from megarl.rollout.native import engine as native_engine
 from megarl.rollout.native.engine import NativeEngine
 from megarl.rollout.native.scheduler import Scheduler
+from megarl.rollout.native.slots import WINDOW
 from megarl.types import Completion, SamplingParams, Tokens
 
 LONG = replace(SAMPLED, max_tokens=30, stop_token_ids=(3,))
@@ -114,6 +116,42 @@ def test_each_request_is_sampled_in_its_own_way() -> None:
             assert_same([made[key]], [want])
             assert len(want.response) <= way.max_tokens
     assert len({made[i].finish_reason for i in made}) == 2
+
+
+def _alone(arch: Architecture, request: Request) -> Tokens:
+    """The request's response by an engine of its own, taken from the slot after each step."""
+    engine, made = engine_of(arch, max_model_len=600), dict[int, Completion]()
+    engine.submit([request])
+    while engine.busy:
+        made |= engine.step()
+        engine.under_way()
+    return made[request.key].response
+
+
+@pytest.mark.parametrize("stops", quick(["length", "token", "string"], 1))
+def test_responses_longer_than_what_a_slot_holds_are_those_of_each_request_alone(stops: str) -> None:
+    """They end where a slot is full, a token before and after, and later, while the next step is under way."""
+    arch = replace(ARCHITECTURES["qwen3"], vocab_size=997)  # of which some come late for the first time
+    requests, want = list[Request](), list[Completion]()
+    for request, end in zip(_requests(MIXED[:5]), (255, 256, 257, 512, 530), strict=True):
+        free = replace(SAMPLED, max_tokens=end + 40, stop_token_ids=())
+        response = _alone(arch, replace(request, params=free))
+        ids, params = list(response.ids), replace(free, max_tokens=end)
+        if stops == "token":
+            end = next(n for n in range(end, len(ids)) if ids[n - 1] not in ids[: n - 1])
+            params = replace(free, stop_token_ids=(ids[end - 1],))
+        elif stops == "string":
+            params = replace(free, stop=(text_of(ids[end - 3 : end]),))
+        requests.append(replace(request, params=params))
+        reason = "length" if stops == "length" else "stop"
+        want.append(Completion(response=Tokens().drawn(ids[:end], response.logp[:end]), finish_reason=reason))
+    engine, made, steps_ahead = engine_of(arch, max_model_len=600, max_num_seqs=3), dict[int, Completion](), 0
+    engine.submit(requests)
+    while engine.busy:
+        made |= engine.step()
+        steps_ahead += engine._in_flight is not None
+    assert steps_ahead > 2 * WINDOW == 512
+    assert_same([made[i] for i in range(len(requests))], want)
 
 
 def test_a_response_that_is_long_enough_is_refused() -> None:
