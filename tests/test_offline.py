@@ -36,6 +36,9 @@ LAYOUTS = {
     "padded": (Case(packed=False), 4),
     "DP2": (Case(dp=2), 4),
     "TP2 x PP2": (Case(tp=2, pp=2, sequence_parallel=True), 4),
+    "CP2": (Case(cp=2), 4),
+    "CP2 x DP2, padded": (Case(cp=2, dp=2, packed=False), 4),
+    "PP2 x CP2, keys gathered": (Case(pp=2, cp=2, gathers=True), 2),
 }
 
 
