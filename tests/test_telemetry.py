@@ -18,6 +18,7 @@ import pytest
 import torch
 from small_disk import fill, small_disk
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny_run import TrainedRun
 
 from megarl.config import Config
 from megarl.config.trainer import TrainerConfig
@@ -58,6 +59,12 @@ def test_of_a_phase_timed_as_a_whole_all_time_counts_for_itself() -> None:
         assert timers.phase == "generate"
     seconds = timers.collect()
     assert list(seconds) == ["generate", "validate"] and seconds["validate"] >= 0.05 > seconds["generate"]
+
+
+def test_what_a_validation_generates_is_timed_as_validation(small: TrainedRun) -> None:
+    before, *steps = ({name for name in row if name.startswith("timing/")} for row in small.rows)
+    assert before == {"timing/validate_s", "timing/step_s"} and small.rows[0]["timing/validate_s"] > 0
+    assert all({"timing/generate_s", "timing/validate_s"} < step for step in steps) and len(steps) == 2
 
 
 def test_a_stopwatch_measures_its_last_block() -> None:
