@@ -55,24 +55,34 @@ def _bytes_held(case: Case, dtype: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    "case", quick([Case(tp=2, dp=2, sequence_parallel=True), Case(tp=2, pp=2)], 1), ids=lambda c: c.name
+    "case",
+    quick(
+        [
+            Case(tp=2, dp=2, sequence_parallel=True),
+            Case(tp=2, pp=2),
+            Case(cp=2, dp=2),
+            Case(tp=2, cp=2, sequence_parallel=True),
+        ],
+        1,
+    ),
+    ids=lambda c: c.name,
 )
 @pytest.mark.parametrize(("dtype", "itemsize", "master"), quick([("float32", 4, 0), ("bfloat16", 2, 4)], 1))
 def test_megatron_holds_what_the_budget_says(ranks: Ranks, case: Case, dtype: str, itemsize: int, master: int) -> None:
-    layout = TrainLayout(ranks=range(case.world), tp=case.tp, pp=case.pp)
+    layout = TrainLayout(ranks=range(case.world), tp=case.tp, pp=case.pp, cp=case.cp)
     held = ranks.run(case.world, _bytes_held, case, dtype)
     for rank, found in enumerate(held):
         elements = training_elements(WIDER, layout, rank)
         assert found["weights"] == pytest.approx(itemsize * elements, rel=0.01)
         assert found["gradients"] == pytest.approx(4 * elements, rel=0.01)
     # a rank's share of the optimizer's state need not be even: buffers are cut into equal parts, padding included
-    total = sum(training_elements(WIDER, layout, rank) for rank in range(case.world))
-    assert sum(found["optimizer"] for found in held) == pytest.approx((8 + master) * total / case.dp, rel=0.01)
+    total = sum(training_elements(WIDER, layout, rank) for rank in range(case.world)) / (case.dp * case.cp)
+    assert sum(found["optimizer"] for found in held) == pytest.approx((8 + master) * total, rel=0.01)
 
 
 MODES = {"param_offload": True, "grad_offload": True, "optimizer_offload": True}
-ACTOR, CRITIC, JUDGE = Case(tp=2, pp=2), Case(pp=2, dp=2), Case(tp=2, dp=2)
-"""Each in a layout of its own."""
+ACTOR, JUDGE = Case(tp=2, pp=2), Case(tp=2, dp=2)
+"""Each, and the critic, in a layout of its own."""
 
 STEP = (
     Phase.RESHARD,
@@ -85,7 +95,7 @@ STEP = (
 )
 
 
-def _bytes_in_phases(dtype: str, modes: dict[str, bool]) -> dict[Phase, dict[str, int]]:
+def _bytes_in_phases(dtype: str, modes: dict[str, bool], cp: int) -> dict[Phase, dict[str, int]]:
     """What this rank holds of a critic and a reward model in each phase of the second step."""
     from megarl.config.policy import BatchingConfig, MegatronConfig, ModelConfig
     from megarl.hybrid.residency import Residency
@@ -95,7 +105,7 @@ def _bytes_in_phases(dtype: str, modes: dict[str, bool]) -> dict[Phase, dict[str
 
     moving = {"actor": {"megatron": modes}}
     with actor_in(replace(ACTOR, config=moving), WIDER, dtype) as actor:
-        critic = beside(actor, replace(CRITIC, config=moving), WIDER, dtype)
+        critic = beside(actor, Case(pp=2, cp=cp, dp=2 // cp, config=moving), WIDER, dtype)
         judge = Judge(
             WIDER,
             train_groups(actor.groups.world, layout_of(JUDGE)),
@@ -136,23 +146,25 @@ def _state(critic: Any) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "modes"),
-    quick([("bfloat16", {}), ("bfloat16", MODES), ("float32", MODES)]),
-    ids=["resident", "moving", "fp32"],
+    ("dtype", "modes", "cp"),
+    quick([("bfloat16", {}, 1), ("bfloat16", MODES, 1), ("float32", MODES, 1), ("bfloat16", MODES, 2)]),
+    ids=["resident", "moving", "fp32", "cp2"],
 )
-def test_models_beside_the_policy_hold_what_the_budget_says(ranks: Ranks, dtype: str, modes: dict[str, bool]) -> None:
+def test_models_beside_the_policy_hold_what_the_budget_says(
+    ranks: Ranks, dtype: str, modes: dict[str, bool], cp: int
+) -> None:
     """On the rank that holds most. fp32 weights that come back before the optimizer's other state are part of it."""
     config = build_config(
         {
             "algorithm": {"adv_estimator": "gae"},
             "actor_rollout_ref": {"model": {"dtype": dtype}, "actor": {"fused_old_log_probs": False}},
-            "critic": {"megatron": {"pipeline_model_parallel_size": 2, **modes}},
+            "critic": {"megatron": {"pipeline_model_parallel_size": 2, "context_parallel_size": cp, **modes}},
             "reward": {"name": "model"},
             "reward_model": {"megatron": {"tensor_model_parallel_size": 2, "param_offload": bool(modes)}},
             "trainer": {"n_gpus_per_node": 4},
         }
     )
-    found = ranks.run(4, _bytes_in_phases, dtype, modes)
+    found = ranks.run(4, _bytes_in_phases, dtype, modes, cp)
     predicted = budget(job_of(config, WIDER), H200, moved=0)[0].phases
     for phase in STEP:
         items = predicted[phase]
