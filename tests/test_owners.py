@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from ranks import Ranks
+from selection import quick
 from torch import Tensor
 
 from megarl.algorithms import over_tokens
@@ -224,12 +226,16 @@ def test_a_rank_with_as_many_tokens_as_sequences_sorts_columns_as_the_others_do(
 # ------------------------------------------------------------------------------------------------------------- bytes
 
 
+def _shares(size: int) -> list[int]:
+    return [1 << i for i in range(size.bit_length())]
+
+
 def _bytes(world: Any) -> dict[str, int]:
     from megarl.config.policy import BatchingConfig
     from megarl.roles.passes import plan_passes
 
     batch, bytes_of = whole_batch(1), {}
-    for layout in (TrainLayout(ranks=range(WORLD), tp=4 // dp) for dp in (1, 2, 4)):
+    for layout in (TrainLayout(ranks=range(world.size), tp=world.size // dp) for dp in _shares(world.size)):
         batching = BatchingConfig(use_dynamic_bsz=False, ppo_micro_batch_size_per_gpu=2)
         plan = plan_passes(batch, layout, world, batching=batching, balance=True)
         held = columns_of(batch.held_by(plan.owners))
@@ -237,12 +243,13 @@ def _bytes(world: Any) -> dict[str, int]:
     return bytes_of
 
 
-def test_bytes_fall_with_the_data_parallel_size(ranks: Ranks) -> None:
-    """Balanced lengths: each of 2 and 4 shares has a half and a quarter, but for the longest sequence."""
-    of_ranks = ranks.run(WORLD, in_a_world, _bytes)
+@pytest.mark.parametrize("size", quick([4, 8], 0))
+def test_bytes_fall_with_the_data_parallel_size(ranks: Ranks, size: int) -> None:
+    """Balanced lengths: each of 2, 4 and 8 shares has its part, but for the longest sequence."""
+    of_ranks = ranks.run(size, in_a_world, _bytes)
     whole = whole_batch(1)
     of_token = sum(x.nbytes for x in columns_of(whole).values() if len(x) > SEQUENCES + 1) // len(whole.tokens)
     longest = int(whole.lengths.max()) * of_token
-    for dp, of_layout in zip((1, 2, 4), zip(*(x.values() for x in of_ranks), strict=True), strict=True):
-        assert sum(of_layout) == 4 // dp * len(whole.tokens) * of_token
+    for dp, of_layout in zip(_shares(size), zip(*(x.values() for x in of_ranks), strict=True), strict=True):
+        assert sum(of_layout) == size // dp * len(whole.tokens) * of_token
         assert max(of_layout) <= len(whole.tokens) * of_token // dp + (longest if dp > 1 else 0)
