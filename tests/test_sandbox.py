@@ -467,7 +467,8 @@ def test_a_response_whose_sandbox_was_killed_is_run_once_more(
         return run(self, counted, limits)
 
     def kill() -> None:
-        while not over.wait(0.02):
+        while not over.is_set():
+            time.sleep(0.02)
             children = set(psutil.Process().children()) - others
             for child in children if len(begun) <= times else ():
                 with suppress(psutil.Error):
