@@ -14,8 +14,9 @@ from tiny_families import ARCHITECTURES, CONFIGS
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megarl.checkpoint.huggingface_folder import check_weights
+from megarl.checkpoint.huggingface_folder import check_weights, weight_entries
 from megarl.checkpoint.import_huggingface import HuggingFaceWeights
+from megarl.checkpoint.stacked_experts import unstacked
 from megarl.models.families import read_architecture
 from megarl.models.weights import logical_tensors
 from megarl.parity.cut import folder_to_compare
@@ -82,4 +83,16 @@ def test_other_shapes_are_refused(folder: str, tmp_path: Path) -> None:
     weights[name] = weights[name][:, 1:].contiguous()
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=r"the shape does not fit config\.json: .*experts\.0\.down_proj\.weight"):
+        check_weights(folder, read_architecture(folder))
+
+
+def test_more_experts_than_the_model_has_are_refused(folder: str, tmp_path: Path) -> None:
+    """And are not listed one by one: a file may say that there are any number."""
+    weights = stack(random_weights(ARCHITECTURES[NAME], 1))
+    name = "model.layers.0.mlp.experts.down_proj"
+    weights[name] = torch.zeros(10**7, 1, 1, dtype=torch.bfloat16)
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    entries = unstacked(weight_entries(folder), logical_tensors(ARCHITECTURES[NAME]))
+    assert entries[name].shape == (10**7, 1, 1)
+    with pytest.raises(ValueError, match=r"the files lack model\.layers\.0\.mlp\.experts\.0\.down_proj\.weight"):
         check_weights(folder, read_architecture(folder))

@@ -24,8 +24,7 @@ def unstacked(entries: Mapping[str, Entry], names: Container[str]) -> dict[str, 
     result = {}
     for name, entry in entries.items():
         match = _STACKED.fullmatch(name)
-        first = f"{match[1]}0.down_proj.weight" if match else name
-        if match is None or first not in names or first in entries or len(entry.shape) != 3 or 0 in entry.shape:
+        if match is None or not _is_of(match[1], entry.shape, names) or f"{match[1]}0.down_proj.weight" in entries:
             result[name] = entry
             continue
         matrices = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)
@@ -38,3 +37,8 @@ def unstacked(entries: Mapping[str, Entry], names: Container[str]) -> dict[str, 
                 entry, shape=(rows, columns), start=start, stop=start + size, place=(expert, k * rows)
             )
     return result
+
+
+def _is_of(module: str, shape: tuple[int, ...], names: Container[str]) -> bool:
+    """Tell whether there is a matrix for each of some experts, and no more than the model has."""
+    return len(shape) == 3 and 0 not in shape and f"{module}{shape[0] - 1}.down_proj.weight" in names
