@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 
 from megarl.checkpoint.huggingface_folder import check_weights, weight_entries
 from megarl.checkpoint.import_huggingface import HuggingFaceWeights
-from megarl.checkpoint.stacked_experts import unstacked
 from megarl.models.families import read_architecture
 from megarl.models.weights import logical_tensors
 from megarl.parity.cut import folder_to_compare
@@ -92,7 +91,7 @@ def test_more_experts_than_the_model_has_are_refused(folder: str, tmp_path: Path
     name = "model.layers.0.mlp.experts.down_proj"
     weights[name] = torch.zeros(10**7, 1, 1, dtype=torch.bfloat16)
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    entries = unstacked(weight_entries(folder), logical_tensors(ARCHITECTURES[NAME]))
+    entries = weight_entries(folder, logical_tensors(ARCHITECTURES[NAME]))
     assert entries[name].shape == (10**7, 1, 1)
     with pytest.raises(ValueError, match=r"the files lack model\.layers\.0\.mlp\.experts\.0\.down_proj\.weight"):
         check_weights(folder, read_architecture(folder))

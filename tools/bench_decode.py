@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
 import sys
 import time
@@ -24,7 +23,7 @@ import torch
 
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
-from megarl.models.sizes import kv_bytes_per_token
+from megarl.models.sizes import kv_bytes_per_token, sequence_state_bytes
 from megarl.rollout.engine import Request
 from megarl.rollout.native.engine import NativeEngine
 from megarl.types import SamplingParams
@@ -91,8 +90,7 @@ def measure(arch: Architecture, what: str, sequences: int, prompt: int, steps: i
     token = kv_bytes_per_token(arch, tp=1, itemsize=2)
     read = sum(p.nbytes for p in engine.parameters().values())  # an embedding that is not tied is not read whole
     read += sequences * token * (prompt + WARM_UP + steps // 2)
-    states = sum(count * sum(map(math.prod, layer.attention.state_shapes(1))) for layer, count in arch.layers)
-    read += 2 * 4 * sequences * states  # float32, and written
+    read += 2 * sequences * sequence_state_bytes(arch, tp=1)  # which are written, too
     busy = kernel_seconds(engine, profile) if on_gpu else None
     responses = {}
     while engine.busy:

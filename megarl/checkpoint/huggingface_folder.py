@@ -14,7 +14,7 @@ import mmap
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from megarl.checkpoint.safetensors_file import ITEMSIZE, Entry, copy_tensors, read_header
@@ -51,7 +51,7 @@ def check_weights(folder: str, arch: Architecture) -> None:
     multi-token prediction, if config.json or their names say so.
     """
     tensors = logical_tensors(arch)
-    stored = unstacked(weight_entries(folder), tensors)
+    stored = weight_entries(folder, tensors)
     if arch.tied and OUTPUT in stored and EMBEDDING in stored:
         if not _same_bytes(stored[OUTPUT], stored[EMBEDDING]):
             raise ValueError(
@@ -144,8 +144,11 @@ def refuse_remote_code(folder: str) -> None:
         )
 
 
-def weight_entries(folder: str) -> dict[str, Entry]:
+def weight_entries(folder: str, names: Container[str] = ()) -> dict[str, Entry]:
     """List every tensor in the folder's safetensors files by name.
+
+    Args:
+        names: of the model's tensors; where these are of single experts, so are the entries.
 
     Raises:
         ValueError: no weights, only pickled ones, those of two models, or files that the index names and that are
@@ -165,7 +168,7 @@ def weight_entries(folder: str) -> dict[str, Entry]:
     else:
         raise ValueError(_no_weights(folder))
     headers = (read_header(os.path.join(folder, file)) for file in files)
-    return {_without_images(name): entry for header in headers for name, entry in header.items()}
+    return unstacked({_without_images(name): entry for header in headers for name, entry in header.items()}, names)
 
 
 def _weight_names(folder: str) -> Iterable[str]:

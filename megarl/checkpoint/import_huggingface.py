@@ -10,7 +10,6 @@ from torch import Tensor
 
 from megarl.checkpoint.file_slice import file_slice
 from megarl.checkpoint.huggingface_folder import weight_entries
-from megarl.checkpoint.stacked_experts import unstacked
 from megarl.models.architecture import Architecture
 from megarl.models.fill import as_logical
 from megarl.models.tensors import Box, LogicalTensor
@@ -25,7 +24,7 @@ class HuggingFaceWeights:
 
     def __init__(self, folder: str, arch: Architecture) -> None:
         self.tensors = logical_tensors(arch)
-        self._entries = unstacked(weight_entries(folder), self.tensors)
+        self._entries = weight_entries(folder, self.tensors)
         self._files: dict[str, Any] = {}
 
     @property

@@ -6,17 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from megarl.estimate.accelerator import Accelerator
-from megarl.estimate.budget import StageBudget
+from megarl.estimate.budget import StageBudget, policy_passes
 from megarl.estimate.fit import RESERVE
 from megarl.estimate.job import Job
-from megarl.estimate.model import ModelJob
-from megarl.estimate.model_memory import forward, forward_and_backward
-from megarl.phases import Phase
 
 STEP = 1024
 """Tokens between two sizes that are considered."""
-
-_PASSES = {Phase.UPDATE: forward_and_backward, Phase.LOG_PROBS: forward, Phase.REF: forward}
 
 
 def largest_token_budget(job: Job, accelerator: Accelerator, stages: Sequence[StageBudget]) -> int | None:
@@ -32,7 +27,8 @@ def largest_token_budget(job: Job, accelerator: Accelerator, stages: Sequence[St
     if not job.actor.batching.use_dynamic_bsz:
         return None
     room = (1 - RESERVE) * accelerator.memory
-    everything = -(-_with(job.actor, tokens=10**12).micro_batch_tokens(job.actor.forward_batch) // job.actor.layout.cp)
+    unlimited = _with(job, tokens=10**12).actor
+    everything = -(-unlimited.micro_batch_tokens(job.actor.forward_batch) // job.actor.layout.cp)
     return most_that_fit(everything, lambda tokens: _most_held(job, stages, tokens) <= room)
 
 
@@ -55,14 +51,16 @@ def most_that_fit(most: int, fit: Callable[[int], bool]) -> int:
 
 def _most_held(job: Job, stages: Sequence[StageBudget], tokens: int) -> int:
     """Count the bytes of the policy's fullest pass with micro-batches of so many tokens."""
-    changed = _with(job.actor, tokens)
+    changed = _with(job, tokens)
     return max(
-        stage.total(phase) - sum(passes(job.actor, stage.stage).values()) + sum(passes(changed, stage.stage).values())
+        stage.total(phase) - sum(before.values()) + sum(policy_passes(changed, stage.stage)[phase].values())
         for stage in stages
-        for phase, passes in _PASSES.items()
-        if phase in stage.phases
+        for phase, before in policy_passes(job, stage.stage).items()
     )
 
 
-def _with(model: ModelJob, tokens: int) -> ModelJob:
-    return replace(model, batching=model.batching.model_copy(update={"ppo_max_token_len_per_gpu": tokens}))
+def _with(job: Job, tokens: int) -> Job:
+    roles = job.config.actor_rollout_ref
+    actor = roles.actor.model_copy(update={"ppo_max_token_len_per_gpu": tokens})
+    changed = roles.model_copy(update={"actor": actor})
+    return replace(job, config=job.config.model_copy(update={"actor_rollout_ref": changed}))

@@ -52,9 +52,17 @@ def state_bytes(arch: Architecture, *, tp: int, max_num_seqs: int) -> int:
 
     A slot of no sequence is among them, and a decode step's copy of the largest layer's.
     """
-    layers = {layer: sum(map(math.prod, layer.attention.state_shapes(tp))) for layer in arch.kinds}
-    whole = sum(count * layers[layer] for layer, count in arch.layers)
-    return ITEMSIZE["float32"] * ((max_num_seqs + 1) * whole + max_num_seqs * max(layers.values()))
+    largest = max(_layer_state_bytes(layer, tp) for layer in arch.kinds)
+    return (max_num_seqs + 1) * sequence_state_bytes(arch, tp=tp) + max_num_seqs * largest
+
+
+def sequence_state_bytes(arch: Architecture, *, tp: int) -> int:
+    """Count the bytes of what linear attention keeps of a sequence in all layers, in float32."""
+    return sum(count * _layer_state_bytes(layer, tp) for layer, count in arch.layers)
+
+
+def _layer_state_bytes(layer: Layer, tp: int) -> int:
+    return ITEMSIZE["float32"] * sum(map(math.prod, layer.attention.state_shapes(tp)))
 
 
 def routed_bytes_per_token(arch: Architecture) -> int:

@@ -19,7 +19,6 @@ from torch import Tensor
 from megarl.checkpoint.export_huggingface import append
 from megarl.checkpoint.huggingface_folder import CONFIG, SINGLE, read_config, weight_entries, without_further_layers
 from megarl.checkpoint.safetensors_file import SafetensorsWriter, copy_tensors
-from megarl.checkpoint.stacked_experts import unstacked
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.models.tensors import LogicalTensor
@@ -84,7 +83,7 @@ def _write(folder: str, file: str, arch: Architecture, *, random_init: bool) -> 
         for number, tensor in enumerate(tensors.values()):
             append(writer, _random(tensor, number))
         return
-    entries = unstacked(weight_entries(folder), tensors)
+    entries = weight_entries(folder, tensors)
     copy_tensors(file, {name: entries[name] for name in tensors})
 
 

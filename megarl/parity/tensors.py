@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from megarl.checkpoint.huggingface_folder import check_weights, weight_entries
-from megarl.checkpoint.stacked_experts import unstacked
 from megarl.checkpoint.verify import in_file_names
 from megarl.models.architecture import Architecture
 from megarl.models.placements import Placement
@@ -42,7 +41,7 @@ def _in_files(folder: str, arch: Architecture, wanted: Shapes) -> list[str]:
     try:
         check_weights(folder, arch)
     except ValueError as e:
-        stored = {name: entry.shape for name, entry in unstacked(weight_entries(folder), wanted).items()}
+        stored = {name: entry.shape for name, entry in weight_entries(folder, wanted).items()}
         return differences(stored, wanted, "the files", "the family") or [str(e)]
     return []
 
