@@ -4,6 +4,8 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" dev
 
+unset PYTHONDONTWRITEBYTECODE  # hundreds of processes import the same modules, which are compiled once
+
 SELECTION=(-m "not slow")
 if [ "${1:-}" = --all ]; then
     SELECTION=()

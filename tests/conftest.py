@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -28,13 +29,33 @@ from tiny_run import FINGERPRINT, FOUR_RANKS, TrainedRun, megarl, write_run
 ROOT = Path(__file__).parents[1]
 settings.register_profile("busy machine", suppress_health_check=[HealthCheck.too_slow], deadline=None)
 settings.load_profile("busy machine")
+gc.disable()  # until all tests are collected: modules that are loaded leave nothing to find
 # there is a process for each core: threads of each would wait for those of the others, spinning
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files of slow tests first: each file is one worker's, and at the end the others would wait for it."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--slow-part", metavar="I/N", default="1/1", help="run the I-th of N parts of the slow tests, not all of them"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out other parts of the slow tests, then put files of slow tests first.
+
+    Each file is one worker's, and at the end the others would wait for it.
+    """
+    part, parts = map(int, config.getoption("--slow-part").split("/"))
+    others = [
+        item
+        for item in items
+        if item.get_closest_marker("slow") and zlib.crc32(item.nodeid.encode()) % parts != part - 1
+    ]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        left_out = set(others)
+        items[:] = [item for item in items if item not in left_out]
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     tests = Counter(item.path for item in items)
     items.sort(key=lambda item: -slow[item.path] / tests[item.path])
@@ -42,6 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # modules stay: the collections during tests need not look at them
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
