@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -17,7 +17,9 @@ from tiny_run import FINGERPRINT, metrics_of, numbers_of, write_run
 from training_cases import ARCH, LATENT, LINEAR, Case, actor_in, fixed_batch
 
 from megarl.config import load_config
+from megarl.config.policy import MegatronConfig
 from megarl.models.architecture import Architecture
+from megarl.parallel.context import ALL_GATHER, ALL_TO_ALL, CONTEXT_KINDS
 from megarl.parallel.layout import TrainLayout
 from megarl.trainer.admission.checks import check_layouts
 from megarl.types import batch_of
@@ -29,7 +31,7 @@ def _parts(packed: bool, gathers: bool) -> tuple[dict[str, Any], dict[str, Any]]
 
     cpu = torch.device("cpu")
     made = []
-    for shard in (SequenceShard(cp=dist.group.WORLD, gathers_keys=gathers), SequenceShard()):
+    for shard in (SequenceShard(cp=dist.group.WORLD, context=ALL_GATHER if gathers else ALL_TO_ALL), SequenceShard()):
         micro = make_micro_batch(
             fixed_batch(),
             [3, 1, 4],
@@ -78,7 +80,7 @@ def _pairs(lengths: list[int]) -> int:
     from megarl.models.microbatch import SequenceShard, make_micro_batch
 
     batch = batch_of([[1]] * len(lengths), [[2] * (n - 1) for n in lengths], list(range(len(lengths))))
-    shard = SequenceShard(cp=dist.group.WORLD, gathers_keys=True)
+    shard = SequenceShard(cp=dist.group.WORLD, context=ALL_GATHER)
     which = range(len(lengths))
     packed = make_micro_batch(batch, which, packed=True, shard=shard, device=torch.device("cpu")).packed
     assert packed is not None
@@ -179,7 +181,7 @@ def test_what_does_not_divide_is_refused(arch: Architecture, layout: dict[str, i
 
 def test_gathered_keys_split_no_heads(tmp_path: Path) -> None:
     """They want several ranks, and packed rows."""
-    ARCH.check_training(TrainLayout(ranks=range(8), cp=8, gathers_keys=True), sequence_parallel=True)
+    ARCH.check_training(TrainLayout(ranks=range(8), cp=8, context=ALL_GATHER), sequence_parallel=True)
     config, key = str(write_run(tmp_path)), "actor_rollout_ref.actor.megatron.cp_comm_type=all_gather"
     with pytest.raises(ValueError, match=r"actor.megatron.cp_comm_type needs context_parallel_size of 2 or more"):
         check_layouts(load_config(config, [key]))
@@ -200,3 +202,10 @@ def test_losses_of_routers_want_experts_that_are_trained(tmp_path: Path) -> None
 def test_a_layout_names_its_ranks_of_a_sequence() -> None:
     layout = TrainLayout(ranks=range(8), tp=2, cp=2)
     assert str(layout) == "TP2 x PP1 x CP2 x DP2" and str(replace(layout, cp=1)) == "TP2 x PP1 x DP4"
+
+
+def test_every_way_of_sharing_sequences_is_described_and_done() -> None:
+    from megarl.models.exchange import EXCHANGES
+
+    names = get_args(MegatronConfig.model_fields["cp_comm_type"].annotation)
+    assert set(names) == set(CONTEXT_KINDS) == set(EXCHANGES) and MegatronConfig().cp_comm_type == ALL_TO_ALL.name

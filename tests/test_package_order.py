@@ -105,6 +105,7 @@ TORCH_FREE = [
     "rewards/sandbox.py",
     "config",
     "migration",
+    "parallel/context.py",
     "parallel/layout.py",
     "trainer/layouts.py",
     "telemetry/earlier.py",

@@ -68,8 +68,8 @@ def test_a_small_model_is_split_as_the_real_one(
 def test_a_small_model_has_heads_for_the_ranks_of_a_sequence(tmp_path: Path) -> None:
     """Four ranks of a sequence on each of two tensor-parallel ranks want eight heads, where the latter want two."""
     config = json.loads((ROOT / "configs" / "models" / "llama3_8b" / "config.json").read_text())
-    for context, heads in (({(4, 2)}, 8), (set(), 4)):
-        splits = Splits(tensor=frozenset({1, 2}), chunks=1, sequence_parallel=True, context=frozenset(context))
+    for splits_of_heads, heads in (({(2, 4)}, 8), (set(), 4)):
+        splits = Splits(tensor=frozenset({1, 2}), chunks=1, sequence_parallel=True, heads=frozenset(splits_of_heads))
         assert small_config(config, splits, 300, lambda arch: True)["num_attention_heads"] == heads
     keys = ["actor_rollout_ref.actor.megatron.context_parallel_size=4", "trainer.n_gpus_per_node=8"]
     small = with_ranks(load_config(str(write_run(tmp_path)), keys), 1)

@@ -21,6 +21,7 @@ from megarl.models.parts.latent import Latent
 from megarl.models.parts.rotary import Yarn
 from megarl.models.parts.stacked_experts import StackedExperts
 from megarl.models.parts.swiglu import SwiGLU
+from megarl.parallel.context import ALL_GATHER, ALL_TO_ALL
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.pipeline_split import PipelineSplit
 from megarl.parallel.world import World
@@ -295,7 +296,7 @@ def layout_of(case: Case) -> TrainLayout:
     ranks = range(dist.get_world_size())
     split = PipelineSplit(pipeline_model_parallel_layout=case.split)
     sizes = dict(tp=case.tp, pp=case.pp, cp=case.cp, chunks=case.chunks, ep=case.ep, etp=case.etp)
-    return TrainLayout(ranks=ranks, split=split, gathers_keys=case.gathers, **sizes)
+    return TrainLayout(ranks=ranks, split=split, context=ALL_GATHER if case.gathers else ALL_TO_ALL, **sizes)
 
 
 def _model_in(

@@ -133,6 +133,7 @@ def _small_run(config: Config, arch: Architecture, folder: str, most: int | None
     """Make the small run on as many ranks as this machine holds. Raises ValueError if it holds too few."""
     from megarl.rehearsal.room import free_memory, layouts, memory_of
     from megarl.rehearsal.small_run import SmallRunMaker, refusal_of_engine
+    from megarl.trainer.layouts import train_layout
 
     name, free, needed = config.actor_rollout_ref.rollout.name, free_memory(), 0
     engines = [name, "native"] if refusal_of_engine(name, config, arch) is None else ["native"]
@@ -143,8 +144,7 @@ def _small_run(config: Config, arch: Architecture, folder: str, most: int | None
             needed = memory_of(small.config)
             if needed <= free:
                 return small
-    megatron = config.actor_rollout_ref.actor.megatron
-    least = megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size * megatron.context_parallel_size
+    least = train_layout(config).block_size
     if not needed:
         raise ValueError(f"--ranks {most} is too few: the layout needs {least} ranks at least")
     raise ValueError(

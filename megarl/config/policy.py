@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -79,8 +80,8 @@ class FastOptimConfig(OptimConfig):
     lr: float = Field(1e-5, gt=0, le=1, description="peak learning rate")
 
 
-class MegatronConfig(Section):
-    """Sets the training layout, in Megatron-Core's names."""
+class LayoutConfig(Section):
+    """Sets how ranks share a model and its sequences; its defaults are the layout of one rank."""
 
     tensor_model_parallel_size: Size = Field(1, ge=1, description="ranks that share each layer")
     pipeline_model_parallel_size: Size = Field(1, ge=1, description="pipeline stages")
@@ -121,11 +122,16 @@ class MegatronConfig(Section):
     expert_tensor_parallel_size: Size | None = Field(
         None, ge=1, description="ranks that share each expert; default tensor_model_parallel_size"
     )
+    sequence_parallel: bool = Field(False, description="split norms and residuals along the sequence within TP")
+
+
+class MegatronConfig(LayoutConfig):
+    """Sets the training layout, in Megatron-Core's names."""
+
     moe_aux_loss_coeff: float = Field(
         0.0, ge=0, description="weight of a loss that spreads a micro-batch's tokens over the experts, for each layer"
     )
     moe_z_loss_coeff: float = Field(0.0, ge=0, description="weight of a loss that keeps the routers' logits small")
-    sequence_parallel: bool = Field(False, description="split norms and residuals along the sequence within TP")
     use_distributed_optimizer: bool = Field(True, description="shard optimizer state over data-parallel ranks")
     overlap_grad_reduce: bool = Field(False, description="reduce gradients during the backward pass")
     overlap_param_gather: bool = Field(
@@ -177,6 +183,10 @@ class BatchingConfig(Section):
     def most_tokens(self, megatron: MegatronConfig) -> int:
         """Count the tokens that a micro-batch may have with use_dynamic_bsz, over all its context-parallel ranks."""
         return self.ppo_max_token_len_per_gpu * megatron.context_parallel_size
+
+    def least_tokens(self, tokens: int, megatron: MegatronConfig) -> int:
+        """Give the least `ppo_max_token_len_per_gpu` with which a micro-batch may have so many tokens."""
+        return math.ceil(tokens / megatron.context_parallel_size)
 
     def limit(self, megatron: MegatronConfig) -> str:
         """Write the numbers whose product is `most_tokens`."""

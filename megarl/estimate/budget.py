@@ -109,7 +109,7 @@ def checkpoint_bytes(job: Job, stage: int) -> int:
     states = [(model, state_of(model, min(stage, model.layout.pp - 1))) for model in trained]
     total = 0
     for model, state in states:
-        replicas = model.layout.dp * model.layout.cp
+        replicas = model.layout.replicas
         weights = state[item_name(model.role, Item.WEIGHTS)] // replicas
         moments = state[item_name(model.role, Item.OPTIMIZER)] // (1 if splits_optimizer(model) else replicas)
         total += weights + (moments if optimizer else 0)

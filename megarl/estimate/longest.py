@@ -15,6 +15,7 @@ from megarl.estimate.model import ModelJob
 from megarl.estimate.token_budget import STEP, most_that_fit
 from megarl.flow_kinds import format_of
 from megarl.models.parts.grouped_query import GroupedQuery
+from megarl.parallel.context import CONTEXT_KINDS
 from megarl.phases import Phase
 
 _POSITIONS = 8
@@ -76,7 +77,7 @@ def _with_sequences_of(job: Job, tokens: int) -> Job:
     data = job.config.data.model_copy(update={"max_prompt_length": 1, "max_response_length": tokens - 1})
 
     def batching(model: ModelJob) -> dict[str, Any]:
-        return {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": -(-together * tokens // model.layout.cp)}
+        return {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": model.layout.rank_tokens(together * tokens)}
 
     roles = job.config.actor_rollout_ref
     actor = roles.actor.model_copy(update=batching(job.actor))
@@ -98,18 +99,18 @@ def _alternatives(job: Job) -> Iterator[tuple[str, Job]]:
         config = job.config.model_copy(update={"actor_rollout_ref": roles.model_copy(update={"model": model})})
         yield f"model.{key}=true{' and model.recompute_modules=[]' * bool(parts)}", replace(job, config=config)
     megatron, cp = roles.actor.megatron, 2 * job.train.cp
-    kinds = [megatron.cp_comm_type, "all_gather"] if job.train.dp % 2 == 0 else []
-    for kind in kinds:
-        layout = replace(job.train, cp=cp, gathers_keys=kind == "all_gather")
-        if layout.gathers_keys and not roles.model.use_remove_padding:
+    kinds = [job.train.context, *(kind for kind in CONTEXT_KINDS.values() if kind.proposed)]
+    for kind in kinds if job.train.dp % 2 == 0 else []:
+        layout = replace(job.train, cp=cp, context=kind)
+        if kind.no_padding and not roles.model.use_remove_padding:
             continue
         try:
             job.arch.check_training(layout, sequence_parallel=megatron.sequence_parallel)
         except ValueError:  # heads that do not divide, say
             continue
-        over_more = megatron.model_copy(update={"context_parallel_size": cp, "cp_comm_type": kind})
+        over_more = megatron.model_copy(update={"context_parallel_size": cp, "cp_comm_type": kind.name})
         actor = roles.actor.model_copy(update={"megatron": over_more})
         config = job.config.model_copy(update={"actor_rollout_ref": roles.model_copy(update={"actor": actor})})
-        more = "" if kind == megatron.cp_comm_type else f" and actor.megatron.cp_comm_type={kind}"
+        more = "" if kind == job.train.context else f" and actor.megatron.cp_comm_type={kind.name}"
         yield f"actor.megatron.context_parallel_size={cp}{more}", replace(job, config=config, train=layout)
         return

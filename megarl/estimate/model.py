@@ -80,6 +80,10 @@ class ModelJob:
             limit = self.batching.ppo_micro_batch_size_per_gpu * longest
         return min(limit, self._on_a_rank(sequences) * longest)
 
+    def rank_tokens(self, sequences: int) -> int:
+        """Count those of `micro_batch_tokens` that a rank has."""
+        return self.layout.rank_tokens(self.micro_batch_tokens(sequences))
+
     def _on_a_rank(self, sequences: int) -> int:
         return math.ceil(sequences / self.layout.dp)
 

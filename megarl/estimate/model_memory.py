@@ -102,7 +102,7 @@ def _stepped(model: ModelJob, stage: int) -> int:
     if not splits_optimizer(model):
         return elements
     layout = model.layout
-    return -(-(elements - of_experts) // (layout.dp * layout.cp)) + -(-of_experts // layout.expert_dp)
+    return -(-(elements - of_experts) // layout.replicas) + -(-of_experts // layout.expert_dp)
 
 
 def _master(model: ModelJob) -> int:
@@ -147,7 +147,7 @@ def inputs_on_host(model: ModelJob, stage: int) -> int:
     """Count the bytes of layers' inputs that wait in host memory for the backward pass."""
     if model.mini_batch is None or not model.config.actor_rollout_ref.model.enable_activation_offload:
         return 0
-    tokens = -(-model.micro_batch_tokens(model.mini_batch) // model.layout.cp)
+    tokens = model.rank_tokens(model.mini_batch)
     return int(model.itemsize * tokens * layers_in_flight(model, stage) * _layer_input(model))
 
 
@@ -175,15 +175,15 @@ def _layer(model: ModelJob, stage: int, without: Collection[str] = ()) -> float:
 
 
 def _copied_keys(model: ModelJob) -> float:
-    """Count the elements per token of a layer's keys and values, where each sequence gets those of a common prompt, or
-    context-parallel ranks gather them: these get a copy for each part of a sequence that they have."""
-    config, data, cp, keys = model.config.actor_rollout_ref, model.config.data, model.layout.cp, 0.0
+    """Count the elements per token of copies of a layer's keys and values, where each sequence gets those of a common
+    prompt, or ranks that share sequences make some."""
+    config, data, copies = model.config.actor_rollout_ref, model.config.data, 0.0
     if config.model.use_prefix_grouper and generates(model.config) and config.rollout.n > 1:
         n, prompt, response = config.rollout.n, data.max_prompt_length, data.max_response_length
-        keys = n * (prompt + response) / (prompt + n * response)
-    if model.layout.gathers_keys:  # backwards gradients are added up in float32, of keys and then of values
-        keys = 2 * max(1.0, keys) * (cp + 0.5) + cp
-    return keys * max(layer.attention.training_keys(model.layout.tp) for layer in model.arch.kinds)
+        copies = n * (prompt + response) / (prompt + n * response)
+    return model.layout.copied_keys(copies) * max(
+        layer.attention.training_keys(model.layout.tp) for layer in model.arch.kinds
+    )
 
 
 def _pass(model: ModelJob, stage: int, sequences: int, kept: float) -> Items:
@@ -191,7 +191,7 @@ def _pass(model: ModelJob, stage: int, sequences: int, kept: float) -> Items:
     Args:
         kept: elements per token.
     """
-    tokens = -(-model.micro_batch_tokens(sequences) // model.layout.cp)
+    tokens = model.rank_tokens(sequences)
     items = {"activations": int(model.itemsize * tokens * kept)}
     if stage < model.layout.pp - 1 or model.arch.output == "scalar":
         return items

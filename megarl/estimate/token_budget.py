@@ -28,7 +28,7 @@ def largest_token_budget(job: Job, accelerator: Accelerator, stages: Sequence[St
         return None
     room = (1 - RESERVE) * accelerator.memory
     unlimited = _with(job, tokens=10**12).actor
-    everything = -(-unlimited.micro_batch_tokens(job.actor.forward_batch) // job.actor.layout.cp)
+    everything = unlimited.rank_tokens(job.actor.forward_batch)
     return most_that_fit(everything, lambda tokens: _most_held(job, stages, tokens) <= room)
 
 

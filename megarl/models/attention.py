@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -19,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from megarl.models.exchange import all_tokens_of_some_heads, some_tokens_of_all_heads
+from megarl.models.exchange import EXCHANGES
 from megarl.models.norm import HeadsNorm, RMSNorm
 from megarl.models.packed_attention import SharedKeys, packed_attention, padded_attention
 from megarl.models.parts.grouped_query import GroupedQuery
@@ -92,7 +91,7 @@ def queries_with_keys(
 def queries_of_a_rank(
     queries: list[int], keys: list[int], rows: Tensor, positions: Tensor, own: Tensor, device: torch.device
 ) -> PackedSequences:
-    """Describe the runs of queries that a context-parallel rank has, where all keys are gathered.
+    """Describe the runs of queries that a rank has of sequences that ranks share, where it attends to all keys.
 
     Args:
         queries, keys: tokens of each sequence that the row has for it alone, and of the whole sequence.
@@ -131,8 +130,7 @@ class CausalAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         assert attn_mask_type == AttnMaskType.causal and attention_type == "self"
-        self.cp_group = pg_collection.cp
-        self.gathers_keys = self.cp_group.size() > 1 and config.cp_comm_type == "all_gather"
+        self.pgs, self.exchange = pg_collection, EXCHANGES[config.cp_comm_type](pg_collection.cp)
 
     def forward(
         self,
@@ -144,33 +142,25 @@ class CausalAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
-        """Attend: query [tokens, heads, dim] packed or [length, batch, heads, dim] -> the same, heads * dim last.
-
-        Context-parallel ranks have some tokens with all heads, and attend over all tokens with some heads; or with all
-        heads to gathered keys (arXiv 2407.21783, section 3.3.2).
-        """
+        """Attend: query [tokens, heads, dim] packed or [length, batch, heads, dim] -> the same, heads * dim last."""
         assert attention_mask is None and attention_bias is None, "causal masks only"
         query, key = self.rotated(query, key, packed_seq_params)
-        if self.gathers_keys:
-            key, value = (gather_from_sequence_parallel_region(x, group=self.cp_group) for x in (key, value))
-        else:
-            query, key, value = all_tokens_of_some_heads((query, key, value), self.cp_group)
-        if packed_seq_params is None:
-            assert not self.gathers_keys, "padded sequences are not cut for gathered keys"
-            out = padded_attention(*(x.transpose(0, 1) for x in (query, key, value)), **self.rule).transpose(0, 1)
-        else:
-            assert packed_seq_params.slots is not None
-            out = packed_attention(
-                query,
-                key,
-                value,
-                cu_seqlens=packed_seq_params.cu_seqlens_q,
-                longest=packed_seq_params.max_seqlen_q,
-                slots=packed_seq_params.slots,
-                shared=packed_seq_params.shared,
-                **self.rule,
-            )
-        return (out if self.gathers_keys else some_tokens_of_all_heads(out, self.cp_group)).flatten(-2)
+        return self.exchange.attend(partial(self._attend, packed_seq_params), query, key, value).flatten(-2)
+
+    def _attend(self, packed: PackedSequences | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if packed is None:
+            return padded_attention(*(x.transpose(0, 1) for x in (query, key, value)), **self.rule).transpose(0, 1)
+        assert packed.slots is not None
+        return packed_attention(
+            query,
+            key,
+            value,
+            cu_seqlens=packed.cu_seqlens_q,
+            longest=packed.max_seqlen_q,
+            slots=packed.slots,
+            shared=packed.shared,
+            **self.rule,
+        )
 
     def rotated(self, query: Tensor, key: Tensor, packed: PackedSequences | None) -> tuple[Tensor, Tensor]:
         """Rotate queries and keys that are not rotated yet; first normalise them, where Megatron-Core has not."""
@@ -218,16 +208,14 @@ class TorchAttention(CausalAttention):
     @property
     def rule(self) -> dict[str, Any]:
         """See `CausalAttention.rule`."""
-        sinks = self.sinks
-        if sinks is not None and not self.gathers_keys:
-            sinks = sinks.chunk(self.cp_group.size())[self.cp_group.rank()]
+        sinks = None if self.sinks is None else self.exchange.own_heads(self.sinks)
         return dict(window=self.attention.sliding_window, scale=self.attention.softmax_scale, sinks=sinks)
 
     def rotated(self, query: Tensor, key: Tensor, packed: PackedSequences | None) -> tuple[Tensor, Tensor]:
         """See `CausalAttention.rotated`."""
         if self.attention.norm_over_heads:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
-        cos_sin = cos_sin_of(self.attention, query, packed, self.cp_group)
+        cos_sin = cos_sin_of(self.attention, query, packed, self.pgs)
         return rotate(query, cos_sin), rotate(key, cos_sin)
 
 
@@ -246,17 +234,17 @@ class GatedSelfAttention(SelfAttention):
 
 
 def cos_sin_of(
-    attention: Rotary, tokens: Tensor, packed: PackedSequences | None, cp_group: dist.ProcessGroup
+    attention: Rotary, tokens: Tensor, packed: PackedSequences | None, pgs: ProcessGroupCollection
 ) -> Tensor:
     """Take the rows of the rotary table for tokens [tokens, ...] packed or [length, batch, ...], as `rotate` has them.
 
     Args:
-        cp_group: ranks that have the tokens before these, and those after them.
+        pgs: among them the ranks that have the tokens before these, and those after them.
 
     Returns: float32 [tokens, 2, rotary_dim / 2], or [length * batch, 2, rotary_dim / 2].
     """
     if packed is None:
-        (length, batch), before = tokens.shape[:2], cp_group.rank() * len(tokens)
+        (length, batch), before = tokens.shape[:2], pgs.cp.rank() * len(tokens)
         return _cached_rope(attention, before + length, tokens.device)[before:].repeat_interleave(batch, 0)
     assert packed.positions is not None
     return _cached_rope(attention, packed.max_seqlen_kv, tokens.device)[packed.positions]

@@ -1,38 +1,65 @@
-"""Exchanges heads for tokens between context-parallel ranks, around attention (DeepSpeed-Ulysses, arXiv 2309.14509)."""
+"""Does what ranks that share sequences send each other around attention, for each `parallel.context.ContextKind`.
+
+Each rank has some tokens, with all heads of a tensor-parallel rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
+from megarl.parallel.context import ALL_GATHER, ALL_TO_ALL
 
-def all_tokens_of_some_heads(parts: Sequence[Tensor], group: dist.ProcessGroup) -> Sequence[Tensor]:
-    """Turn this rank's tokens, with all heads, into all tokens, with this rank's heads.
-
-    Every rank of the group calls it.
-
-    Args:
-        parts: [n, ..., heads, dim] each, of queries, keys and values. Where there are fewer key heads than ranks, some
-            ranks get the same.
-
-    Returns: [ranks * n, ..., heads / ranks, dim] each.
-    """
-    size = group.size()
-    if size == 1:
-        return parts
-    return [_Exchange.apply(_at_least(x, size), group, True) for x in parts]
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Attends with queries, keys and values, [n, ..., heads, dim] each."""
 
 
-def some_tokens_of_all_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Turn all tokens, with this rank's heads, back: [ranks * n, ..., heads / ranks, dim] -> [n, ..., heads, dim]."""
-    if group.size() == 1:
-        return x
-    exchanged: Tensor = _Exchange.apply(x, group, False)
-    return exchanged
+@dataclass(frozen=True)
+class ExchangedHeads:
+    """Has each rank attend to all tokens with some heads. Where there are fewer key heads than ranks, some ranks get
+    the same."""
+
+    group: dist.ProcessGroup
+
+    def attend(self, attention: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Compute attention at this rank's tokens, [n, ..., heads, dim]. Every rank of the group calls it."""
+        size = self.group.size()
+        if size == 1:
+            return attention(query, key, value)
+        parts = (_Exchange.apply(_at_least(x, size), self.group, True) for x in (query, key, value))
+        out: Tensor = _Exchange.apply(attention(*parts), self.group, False)
+        return out
+
+    def own_heads(self, values: Tensor) -> Tensor:
+        """Take from values [heads, ...] those of the heads with which this rank attends."""
+        return values.chunk(self.group.size())[self.group.rank()]
+
+
+@dataclass(frozen=True)
+class GatheredKeys:
+    """Has each rank attend with all heads to the keys and values of all tokens."""
+
+    group: dist.ProcessGroup
+
+    def attend(self, attention: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See `ExchangedHeads.attend`."""
+        return attention(query, *(gather_from_sequence_parallel_region(x, group=self.group) for x in (key, value)))
+
+    def own_heads(self, values: Tensor) -> Tensor:
+        """See `ExchangedHeads.own_heads`."""
+        return values
+
+
+EXCHANGES: dict[str, type[ExchangedHeads] | type[GatheredKeys]] = {
+    ALL_TO_ALL.name: ExchangedHeads,
+    ALL_GATHER.name: GatheredKeys,
+}
 
 
 def _at_least(x: Tensor, heads: int) -> Tensor:
@@ -54,6 +81,8 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchanged(x: Tensor, group: dist.ProcessGroup, gather_tokens: bool) -> Tensor:
+    """Turn a rank's tokens with all heads into all tokens with its heads, [ranks * n, ..., heads / ranks, dim]; or
+    back."""
     size = group.size()
     if gather_tokens:
         sent = x.unflatten(-2, (size, -1)).movedim(-3, 0).contiguous()  # a part of the heads for each rank

@@ -131,7 +131,7 @@ def transformer_fields(
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.chunks if layout.chunks > 1 else None,
         context_parallel_size=layout.cp,
-        cp_comm_type="all_gather" if layout.gathers_keys else "a2a",
+        cp_comm_type=layout.context.name,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.expert_tp,
         sequence_parallel=sequence_parallel and layout.tp > 1,

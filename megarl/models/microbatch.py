@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.models.attention import PackedSequences, packed_sequences, queries_of_a_rank, queries_with_keys
+from megarl.parallel.context import ALL_TO_ALL, ContextKind
+from megarl.parallel.train_groups import TrainGroups
 from megarl.parallel.upload import upload
 from megarl.types import Batch
 
@@ -151,17 +153,23 @@ class SequenceShard:
     Attributes:
         tp: tensor-parallel ranks that have a part each (sequence parallelism); 1: each has all.
         cp: the ranks that have a part each; None: there is no context parallelism.
-        gathers_keys: each of them attends to gathered keys. Of a packed row it then has the r-th part of all 2 * cp
-            from the begin and the r-th from the end: later tokens see more, so that all have about as much to do.
+        context: which parts, and how they attend.
     """
 
     tp: int = 1
     cp: dist.ProcessGroup | None = None
-    gathers_keys: bool = False
+    context: ContextKind = ALL_TO_ALL
+
+    @staticmethod
+    def of(groups: TrainGroups, *, sequence_parallel: bool) -> SequenceShard:
+        """Say how the ranks of a layout cut micro-batches."""
+        layout = groups.layout
+        cp = groups.pgs.cp if layout.shares_sequences else None
+        return SequenceShard(tp=layout.tp if sequence_parallel else 1, cp=cp, context=layout.context)
 
     def padded(self, length: int) -> int:
         """Round a length up, so that all ranks have equally much; at least one token each."""
-        parts = self.tp * (1 if self.cp is None else self.cp.size()) * (2 if self.gathers_keys else 1)
+        parts = self.tp * (1 if self.cp is None else self.cp.size() * self.context.pieces)
         return -(-max(1, length) // parts) * parts
 
     def own(self, length: int) -> tuple[int, int]:
@@ -174,9 +182,9 @@ class SequenceShard:
     def columns(self, length: int) -> Tensor:
         """Place the tokens of a packed row of a padded length where the ranks have them: int64 [length]."""
         places = torch.arange(length)
-        if self.cp is None or not self.gathers_keys:
+        if self.cp is None or self.context.pieces == 1:
             return places
-        first, second = places.view(self.cp.size(), 2, -1).unbind(1)  # parts of each rank
+        first, second = places.view(self.cp.size(), 2, -1).unbind(1)  # pieces of each rank
         return torch.cat((first, second.flip(0))).flatten()
 
 
@@ -196,6 +204,7 @@ class _Grid:
     @staticmethod
     def padded(lengths: Tensor, sequence: Tensor, positions: Tensor, shard: SequenceShard) -> _Grid:
         """Lay each sequence out in a row of its own, as long as the longest one."""
+        assert not shard.context.no_padding, shard.context.no_padding
         longest = shard.padded(max(lengths.tolist(), default=0))
         return _Grid(shape=(max(1, len(lengths)), longest), row=sequence, column=positions)
 
@@ -276,13 +285,13 @@ def _laid_out(
     columns = shard.columns(total)
     grid = _Grid(shape=(1, total), row=torch.zeros(count, dtype=torch.int64), column=columns[:count])
     padding = [total - count] if total > count else []
-    if not prompts.shares and not shard.gathers_keys:
+    if not prompts.shares and shard.context.splits_heads:
         return grid, packed_sequences([*lengths, *padding], device, shard.own(total))
     filling, own = torch.arange(total - count), slice(*shard.own(total))
     counts = [*prompts.own, *padding], [*lengths, *padding]
     rows = torch.cat((prompts.rows, count + filling))
     positions = torch.cat((positions[prompts.kept], filling))
-    if shard.gathers_keys:
+    if not shard.context.splits_heads:
         return grid, queries_of_a_rank(*counts, columns[rows], positions, columns.argsort()[own], device)
     return grid, queries_with_keys(*counts, rows, positions[own], device)
 

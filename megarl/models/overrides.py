@@ -21,7 +21,7 @@ _FREE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "m
 """Fields that `transformer_fields` sets, but that are anyone's to choose."""
 _DECIDED = re.compile(
     r".*parallel_(size|sizes|layout)|.*_pipeline_stage|account_for_.*_in_pipeline_split|.*_dtype|fp16|enable_autocast"
-    r"|cp_comm_type|moe_input_jitter_eps|moe_router_force_.*"
+    r"|moe_input_jitter_eps|moe_router_force_.*"
     r"|num_moe_experts|moe_(layer_freq|shared_.*|latent_size|router_(score_function|enable_expert_bias|.*_factor))"
     r"|mtp_.*|mamba_.*|linear_.*|dsa_.*|hetero.*|heter.*|is_hybrid_model|experimental_attention_variant"
     r"|multi_latent_attention|attention_output_gate|window_.*|softmax_(scale|type)|qk_(l2_norm|clip.*)|no_rope_freq"

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from megarl.parallel.context import ALL_TO_ALL, ContextKind
 from megarl.parallel.pipeline_split import BALANCED, PipelineSplit
 
 
@@ -45,7 +46,7 @@ class TrainLayout:
         split: how many layers the stages have.
         ep: ranks over which the experts of a layer are dealt out.
         etp: ranks that share each expert; None: tp.
-        gathers_keys: context-parallel ranks attend with all heads, to gathered keys and values; else each with some.
+        context: how context-parallel ranks share sequences.
     """
 
     ranks: range
@@ -56,13 +57,13 @@ class TrainLayout:
     ep: int = 1
     etp: int | None = None
     split: PipelineSplit = BALANCED
-    gathers_keys: bool = False
+    context: ContextKind = ALL_TO_ALL
 
     def __post_init__(self) -> None:
-        if self.size % (self.tp * self.pp * self.cp):
+        if self.size % self.block_size:
             raise ValueError(
                 f"{self.size} ranks cannot be split into tensor x pipeline x context = "
-                f"{self.tp} x {self.pp} x {self.cp}; use a multiple of {self.tp * self.pp * self.cp} ranks"
+                f"{self.tp} x {self.pp} x {self.cp}; use a multiple of {self.block_size} ranks"
             )
         if self._stage % (self.expert_tp * self.ep):
             raise ValueError(
@@ -76,8 +77,44 @@ class TrainLayout:
         return len(self.ranks)
 
     @property
+    def block_size(self) -> int:
+        """Count the ranks of each of `data_blocks`."""
+        return self.tp * self.pp * self.cp
+
+    @property
     def dp(self) -> int:
-        return self.size // (self.tp * self.pp * self.cp)
+        return self.size // self.block_size
+
+    @property
+    def replicas(self) -> int:
+        """Count the ranks that have the same part of the model, but for its experts."""
+        return self.dp * self.cp
+
+    @property
+    def shares_sequences(self) -> bool:
+        """Say whether several ranks have a part of the tokens of each sequence."""
+        return self.cp > 1
+
+    def rank_tokens(self, tokens: int) -> int:
+        """Count those of a micro-batch's tokens that a rank has."""
+        return -(-tokens // self.cp)
+
+    def micro_batch_tokens(self, rank_tokens: int) -> int:
+        """Count the tokens of a micro-batch of which each rank has so many."""
+        return rank_tokens * self.cp
+
+    def check_heads(self, heads: int, kv_heads: int) -> None:
+        """Raise ValueError, with what to change, unless the ranks that share sequences can share such attention."""
+        self.context.check_heads(self.cp, heads // self.tp, max(1, kv_heads // self.tp))
+
+    def copied_keys(self, copies: float) -> float:
+        """See `ContextKind.copied_keys`."""
+        return self.context.copied_keys(self.cp, copies)
+
+    @property
+    def head_splits(self) -> tuple[int, int]:
+        """Count the tensor-parallel ranks over which a layer's heads are split, and the context-parallel ranks."""
+        return self.tp, self.cp if self.context.splits_heads else 1
 
     @property
     def expert_tp(self) -> int:
@@ -97,7 +134,7 @@ class TrainLayout:
     def __str__(self) -> str:
         chunks = f" x {self.chunks} chunks" if self.chunks > 1 else ""
         experts = f", experts EP{self.ep} x TP{self.expert_tp}" if self.ep > 1 or self.expert_tp != self.tp else ""
-        context = f" x CP{self.cp}{' (gathered keys)' * self.gathers_keys}" if self.cp > 1 else ""
+        context = f" x CP{self.cp}{self.context.remark}" if self.cp > 1 else ""
         return f"TP{self.tp} x PP{self.pp}{chunks}{context} x DP{self.dp}{experts}"
 
     def coords(self, rank: int) -> TrainCoords:

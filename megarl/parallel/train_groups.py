@@ -64,6 +64,11 @@ class TrainGroups:
     pgs: ProcessGroupCollection
     copy: dist.ProcessGroup
 
+    @property
+    def of_same_tokens(self) -> tuple[dist.ProcessGroup, ...]:
+        """List groups over which, one after another, a sum is that over the ranks that have the same tokens."""
+        return self.pgs.tp, self.pgs.pp, self.pgs.cp
+
     @contextmanager
     def active(self) -> Iterator[None]:
         """Put this layout into Megatron-Core's globals meanwhile; afterwards they are as before.

@@ -25,11 +25,8 @@ _OTHERS = ("critic", "reward_model", "teacher")
 
 def with_ranks(config: Config, dp: int) -> Config | None:
     """Return the configuration on one machine with so many data-parallel ranks; None if its layouts do not divide."""
-    megatron = config.actor_rollout_ref.actor.megatron
-    world = dp * megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size
-    world *= megatron.context_parallel_size
     tree = config.model_dump()
-    tree["trainer"] |= {"nnodes": 1, "n_gpus_per_node": world}
+    tree["trainer"] |= {"nnodes": 1, "n_gpus_per_node": dp * train_layout(config).block_size}
     changed = build_config(tree)
     try:
         generation_layout(changed)

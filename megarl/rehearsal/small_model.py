@@ -34,7 +34,7 @@ class Splits:
 
     Attributes:
         tensor: tensor-parallel sizes, of training, of its experts and of generation.
-        context: context-parallel sizes that split heads, each with the tensor-parallel size of its layout.
+        heads: `TrainLayout.head_splits` of each layout.
         chunks: parts of the pipeline, at most; None: keys say how many layers each has, so all layers stay.
         sequence_parallel: whether a layout splits norms along the sequence.
         experts: parts into which the experts are dealt out, over all layouts.
@@ -44,7 +44,7 @@ class Splits:
     chunks: int | None
     sequence_parallel: bool
     experts: int = 1
-    context: frozenset[tuple[int, int]] = frozenset()
+    heads: frozenset[tuple[int, int]] = frozenset()
 
 
 def small_config(
@@ -123,8 +123,8 @@ def _with_heads(config: Mapping[str, Any], splits: Splits, serves: Callable[[Arc
         if _fits(arch, splits) and serves(arch):
             return small
     sizes = [f"tensor-parallel sizes {sorted(splits.tensor)}"]
-    if any(cp > 1 for cp, _ in splits.context):
-        sizes.append(f"context-parallel sizes {sorted({cp for cp, _ in splits.context})}")
+    if any(cp > 1 for _, cp in splits.heads):
+        sizes.append(f"context-parallel sizes {sorted({cp for _, cp in splits.heads})}")
     raise ValueError(f"no small model has heads for {' and '.join(sizes)}")
 
 
@@ -135,7 +135,7 @@ def _sharing(groups: int, tp: int) -> tuple[bool, int]:
 
 def _fits(arch: Architecture, splits: Splits) -> bool:
     try:
-        for cp, tp in (*splits.context, *((1, tp) for tp in splits.tensor)):
+        for tp, cp in (*splits.heads, *((tp, 1) for tp in splits.tensor)):
             layout = TrainLayout(ranks=range(tp * cp), tp=tp, cp=cp, etp=1 if arch.whole_experts else None)
             arch.check_training(layout, sequence_parallel=splits.sequence_parallel)
             arch.check_generation(tp=tp)

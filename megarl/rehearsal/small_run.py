@@ -119,7 +119,7 @@ class SmallRunMaker:
             chunks=None if any(at.split for at in layouts) else max(at.pp * at.chunks for at in layouts),
             sequence_parallel=any(section.megatron.sequence_parallel for section in sections),
             experts=math.lcm(generation_layout(config).ep, *(layout.ep for layout in layouts)),
-            context=frozenset((1 if at.gathers_keys else at.cp, at.tp) for at in layouts),
+            heads=frozenset(at.head_splits for at in layouts),
         )
 
     def _serves(self, arch: Architecture) -> bool:

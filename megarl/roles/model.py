@@ -84,7 +84,7 @@ class MegatronModel:
         self.batching, self.balance, self.shares_prompts = batching, balance, model.use_prefix_grouper
         self.head = self.make_head()
         fused = megatron.transformer_engine == "auto" and transformer_engine_available() and not arch.needs_torch_layers
-        own_attention = groups.layout.cp > 1 or self.shares_prompts or not arch.fused_attention
+        own_attention = groups.layout.shares_sequences or self.shares_prompts or not arch.fused_attention
         self.layers = transformer_engine_layers(arch, own_attention=own_attention) if fused else torch_layers(arch)
         self.transformer_config = transformer_config(
             arch,
@@ -98,11 +98,7 @@ class MegatronModel:
         with groups.active():
             self.chunks = build_chunks(arch, self.transformer_config, groups, self.layers)
         self.side = training_side(arch, groups.layout, self.layers.names)
-        self.shard = SequenceShard(
-            tp=groups.layout.tp if self.transformer_config.sequence_parallel else 1,
-            cp=groups.pgs.cp if groups.layout.cp > 1 else None,
-            gathers_keys=groups.layout.gathers_keys,
-        )
+        self.shard = SequenceShard.of(groups, sequence_parallel=self.transformer_config.sequence_parallel)
         self.router_losses: RouterLosses | None = None
         # of every role: it also makes routers choose alike with gradients and without
         routing = None if arch.moe is None else RoutingReplay(arch, groups, self.chunks, self.shard)
@@ -254,7 +250,7 @@ class MegatronModel:
     def _gathered(self, batch: Batch, trained: Sequence[Passed]) -> Tensor:
         """Turn outputs of this rank's micro-batches into those of the batch: float32 [T], where its tokens are, or
         [N]."""
-        world, pgs = self.groups.world, self.groups.pgs
+        world = self.groups.world
         out = torch.zeros(len(batch) if self.head.per == "sequence" else len(batch.tokens))
         if self._reports and trained:
             out[torch.cat([micro.places for micro in trained])] = torch.cat([micro.outputs for micro in trained]).cpu()
@@ -263,7 +259,7 @@ class MegatronModel:
             return world.sum_(out, "the outputs of a pass")
         out = out.to(world.device)
         with world.watch.waiting("the outputs of a pass"):
-            for group in (pgs.tp, pgs.pp, pgs.cp):  # together the ranks that have the same tokens
+            for group in self.groups.of_same_tokens:
                 if group.size() > 1:
                     dist.all_reduce(out, group=group)
             return out.cpu()

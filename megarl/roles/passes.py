@@ -77,7 +77,7 @@ def plan_passes(
     how: Any = dict(dp=layout.dp, multiple_of=multiple_of, balance=balance, together=together)
     prompts = prompts_of(batch) if share_prompts else None
     if batching.use_dynamic_bsz:
-        most = batching.ppo_max_token_len_per_gpu * layout.cp
+        most = layout.micro_batch_tokens(batching.ppo_max_token_len_per_gpu)
         plan = pack_by_tokens(lengths, parts, max_tokens=most, prompts=prompts, **how)
     else:
         plan = pack_by_count(lengths, parts, micro_batch_size=batching.ppo_micro_batch_size_per_gpu, **how)

@@ -6,6 +6,7 @@ from megarl.config import Config
 from megarl.config.policy import MegatronConfig, ModelConfig
 from megarl.flow_kinds import generates
 from megarl.models.architecture import Architecture
+from megarl.parallel.context import ALL_TO_ALL, CONTEXT_KINDS
 from megarl.parallel.layout import GenerationLayout, TrainLayout, closest_stride
 from megarl.parallel.pipeline_split import PipelineSplit
 from megarl.rollout.kinds import engine_kind
@@ -28,7 +29,7 @@ def train_layout(config: Config, megatron: MegatronConfig | None = None) -> Trai
         ep=megatron.expert_model_parallel_size,
         etp=megatron.expert_tensor_parallel_size,
         split=split,
-        gathers_keys=megatron.context_parallel_size > 1 and megatron.cp_comm_type == "all_gather",
+        context=CONTEXT_KINDS[megatron.cp_comm_type] if megatron.context_parallel_size > 1 else ALL_TO_ALL,
     )
 
 
@@ -51,12 +52,11 @@ def check_megatron(megatron: MegatronConfig) -> None:
         raise ValueError("overlap_param_gather needs use_distributed_optimizer=true and overlap_grad_reduce=true")
 
 
-def check_gathered_keys(role: str, model: ModelConfig, layout: TrainLayout) -> None:
-    """Raise ValueError if context-parallel ranks cannot attend to gathered keys."""
-    if layout.gathers_keys and not model.use_remove_padding:
+def check_padding(role: str, model: ModelConfig, layout: TrainLayout) -> None:
+    """Raise ValueError if sequences are padded that the ranks cannot share then."""
+    if (why := layout.context.no_padding) and not model.use_remove_padding:
         raise ValueError(
-            f"{role}.megatron.cp_comm_type = all_gather: padded sequences are not cut so that ranks have as much to "
-            "attend; set model.use_remove_padding=true"
+            f"{role}.megatron.cp_comm_type = {layout.context.name}: {why}; set model.use_remove_padding=true"
         )
 
 

@@ -7,7 +7,6 @@ starts in the folder: {"actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 8192
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,7 +14,6 @@ from functools import reduce
 from typing import Any
 
 from megarl.config import Config
-from megarl.config.policy import BatchingConfig
 from megarl.flow_kinds import format_of
 from megarl.phases import Phase
 from megarl.telemetry.lines import no_link, rewrite
@@ -108,11 +106,11 @@ def _key(config: Config, phase: str) -> tuple[str, float]:
     if phase not in _SECTIONS:
         raise ValueError(f"no key makes {f'the phase {phase}' if phase else 'what it held'} smaller")
     section = _SECTIONS[phase]
-    batching: BatchingConfig = reduce(getattr, section.split("."), config)  # type: ignore[assignment]
+    batching: Any = reduce(getattr, section.split("."), config)
     together = 2 if format_of(config) == "preferences" else 1  # a pair is compared within one micro-batch
     if batching.use_dynamic_bsz:
-        ranks: int = reduce(getattr, f"{section}.megatron.context_parallel_size".split("."), config)  # type: ignore[assignment]
-        return f"{section}.ppo_max_token_len_per_gpu", math.ceil(together * config.data.max_sequence_length / ranks)
+        least = batching.least_tokens(together * config.data.max_sequence_length, batching.megatron)
+        return f"{section}.ppo_max_token_len_per_gpu", least
     return f"{section}.ppo_micro_batch_size_per_gpu", together
 
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from megarl.checkpoint.folder import STATE_FILE, check_whole, checkpoints, read_state
 from megarl.checkpoint.huggingface_folder import CONFIG
 from megarl.checkpoint.megatron_lm import TRACKER, is_megatron_lm, newest_iteration
 from megarl.config import Config, build_config, load_config
 from megarl.config.load import CONFIG_FILE
+from megarl.config.policy import LayoutConfig
 from megarl.hub import HubModel, hub_model
-from megarl.parallel.pipeline_split import BALANCED
 from megarl.trainer.resuming.best import best_checkpoint
 
 USUAL_CONTEXT = 4096
@@ -189,17 +189,7 @@ def answering_config(
     }
     if not keep_engine:
         roles["rollout"]["name"] = "native"
-    roles["actor"]["megatron"] |= {
-        "tensor_model_parallel_size": 1,
-        "pipeline_model_parallel_size": 1,
-        "virtual_pipeline_model_parallel_size": None,
-        "context_parallel_size": 1,
-        "cp_comm_type": "a2a",
-        "expert_model_parallel_size": 1,
-        "expert_tensor_parallel_size": None,
-        "sequence_parallel": False,
-        **asdict(BALANCED),
-    }
+    roles["actor"]["megatron"] |= LayoutConfig().model_dump()
     return build_config(tree)
 
 

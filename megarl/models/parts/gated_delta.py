@@ -177,7 +177,7 @@ class GatedDelta(AttentionPart):
             )
 
     def check_training(self, layout: TrainLayout, *, sequence_parallel: bool) -> None:
-        if layout.cp > 1:
+        if layout.shares_sequences:
             raise ValueError("context_parallel_size must be 1: linear attention goes through a sequence token by token")
 
     def activations(self, hidden: int, tp: int) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megarl.models.parts.part import AttentionPart, check_context, check_counts, check_numbers
+from megarl.models.parts.part import AttentionPart, check_counts, check_numbers
 from megarl.models.parts.rotary import RopeScaling, Yarn, check_base
 from megarl.models.placements import LayerPlace, Placement, place_filled
 from megarl.models.tensors import Box, LogicalTensor, norm, table
@@ -260,7 +260,7 @@ class GroupedQuery(AttentionPart):
             )
 
     def check_training(self, layout: TrainLayout, *, sequence_parallel: bool) -> None:
-        check_context(layout, self.num_attention_heads, self.num_key_value_heads)
+        layout.check_heads(self.num_attention_heads, self.num_key_value_heads)
         queries = self.num_attention_heads * (2 if self.output_gate else 1)
         qkv = (queries + 2 * self.num_key_value_heads) * self.head_dim
         if qkv % layout.tp:  # with fewer KV heads than ranks Megatron-Core cuts the rows of linear_qkv evenly

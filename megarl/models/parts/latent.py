@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megarl.models.parts.part import AttentionPart, check_context, check_counts, check_numbers
+from megarl.models.parts.part import AttentionPart, check_counts, check_numbers
 from megarl.models.parts.rotary import Yarn, check_base
 from megarl.models.placements import LayerPlace, Placement, place_filled
 from megarl.models.tensors import LogicalTensor, table
@@ -129,7 +129,7 @@ class Latent(AttentionPart):
             raise ValueError(f"{key} = {tp} does not divide the model's {self.num_attention_heads} attention heads")
 
     def check_training(self, layout: TrainLayout, *, sequence_parallel: bool) -> None:
-        check_context(layout, self.num_attention_heads, self.num_attention_heads)
+        layout.check_heads(self.num_attention_heads, self.num_attention_heads)
         for rows in (self.q_lora_rank or 0, self.cached_dim):
             if rows % layout.tp:
                 raise ValueError(

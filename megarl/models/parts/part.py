@@ -120,19 +120,6 @@ class AttentionPart(Part, Protocol):
         ...
 
 
-def check_context(layout: TrainLayout, heads: int, kv_heads: int) -> None:
-    """Raise ValueError, with what to change, unless context-parallel ranks can have equally many of the heads."""
-    if layout.gathers_keys:
-        return
-    cp, heads, kv_heads = layout.cp, heads // layout.tp, max(1, kv_heads // layout.tp)
-    if heads % cp or (kv_heads % cp and cp % kv_heads):
-        raise ValueError(
-            f"context_parallel_size = {cp}: attention splits the {heads} query heads and {kv_heads} KV heads of a "
-            "tensor-parallel rank over these ranks, which must divide the former, and divide the latter or be a "
-            "multiple of them; cp_comm_type=all_gather splits no heads"
-        )
-
-
 def check_counts(part: object, *names: str, most: int = 2**31 - 1) -> None:
     """Raise ValueError unless these attributes are whole numbers from 1 to `most`."""
     for name in names:

@@ -18,7 +18,7 @@ from megarl.rollout.kinds import engine_kind
 from megarl.trainer.admission.other_models import check_other_layouts
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.layouts import (
-    check_gathered_keys,
+    check_padding,
     check_router_losses,
     check_shared_prompts,
     generation_layout,
@@ -34,8 +34,8 @@ def check_shapes(config: Config, arch: Architecture) -> None:
     arch.check_training(layout, sequence_parallel=actor.megatron.sequence_parallel)
     check_router_losses("actor", actor.megatron, trains_experts=arch.moe is not None)
     check_shared_prompts("actor", config.actor_rollout_ref.model, actor.megatron, arch)
-    check_gathered_keys("actor", config.actor_rollout_ref.model, layout)
-    if actor.megatron.cp_comm_type != "a2a" and layout.cp == 1:
+    check_padding("actor", config.actor_rollout_ref.model, layout)
+    if actor.megatron.cp_comm_type != layout.context.name:
         raise ValueError("actor.megatron.cp_comm_type needs context_parallel_size of 2 or more")
     generation = generation_layout(config)
     arch.check_generation(tp=generation.tp, ep=generation.ep)

@@ -11,8 +11,8 @@ from megarl.models.architecture import Architecture
 from megarl.models.weights import SCORE
 from megarl.role_kinds import CRITIC
 from megarl.trainer.layouts import (
-    check_gathered_keys,
     check_megatron,
+    check_padding,
     check_router_losses,
     check_shared_prompts,
     train_layout,
@@ -63,7 +63,7 @@ def _check_layout(role: OtherRole, config: Config, policy: Architecture) -> None
     trained = role.kind.name == CRITIC.name
     check_router_losses(role.kind.name, megatron, trains_experts=trained and arch.moe is not None)
     check_shared_prompts(role.kind.name, config.actor_rollout_ref.model, megatron, arch)
-    check_gathered_keys(role.kind.name, config.actor_rollout_ref.model, layout)
+    check_padding(role.kind.name, config.actor_rollout_ref.model, layout)
     arch.check_training(layout, sequence_parallel=megatron.sequence_parallel)
     longest = config.data.max_sequence_length
     what = f"data.max_prompt_length + data.max_response_length = {longest}"
