@@ -11,6 +11,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.fill import Source, as_logical
 from megarl.models.tensors import LogicalTensor
 from megarl.models.weights import engine_placements, logical_tensors
+from megarl.parallel.experts import TensorSplit
 
 
 def random_weights(arch: Architecture, seed: int) -> dict[str, Tensor]:
@@ -40,7 +41,7 @@ def fill_engine(
     for p in params.values():
         p.fill_(torch.nan)
     tensors = logical_tensors(arch)
-    for at in engine_placements(arch, tp, r, ep=ep):
+    for at in engine_placements(arch, TensorSplit(tp=tp, ep=ep), r):
         box = logical(tensors[at.tensor], full[at.tensor])[tuple(slice(*x) for x in at.box)]
         held = params[at.param][slice(*at.rows)].view(at.view)
         held[tuple(slice(*x) for x in at.within)] = box.to(held)

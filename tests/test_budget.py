@@ -57,6 +57,7 @@ from megarl.models.sizes import (
 )
 from megarl.models.tensors import volume
 from megarl.models.weights import engine_placements, logical_tensors, training_placements
+from megarl.parallel.experts import TensorSplit
 from megarl.parallel.layout import TrainLayout
 from megarl.phases import Item, Phase
 from megarl.reshard.sharing import plan_shared
@@ -138,7 +139,8 @@ def test_elements_are_those_of_the_placements(arch: Architecture, chunks: int) -
         held = training_placements(arch, layout, rank)
         assert training_elements(arch, layout, rank) == sum(volume(p.box) for p in held)
     for ep in (1, 2) if arch.moe and arch.moe.num_experts % 2 == 0 else (1,):
-        assert engine_elements(arch, 2, ep) == sum(volume(p.box) for p in engine_placements(arch, 2, 0, ep=ep))
+        split = TensorSplit(tp=2, ep=ep)
+        assert engine_elements(arch, split) == sum(volume(p.box) for p in engine_placements(arch, split, 0))
 
 
 def test_the_table_of_an_8b_model() -> None:
@@ -151,7 +153,7 @@ def test_the_table_of_an_8b_model() -> None:
         "optimizer state": 12 * FIRST_STAGE // 2,  # two data-parallel ranks
     }
     per_token = 2 * 4096 + 5120 + 21_504  # elements a layer keeps, over TP2 with sequence parallelism
-    assert layer_activations(LLAMA_3_8B, tp=2, sequence_parallel=True) == per_token
+    assert layer_activations(LLAMA_3_8B, TensorSplit(tp=2), sequence_parallel=True) == per_token
     assert first.phases["log_probs"] == resident | {"activations": 2 * 8192 * per_token}
     assert first.phases["update"] == resident | {"activations": 2 * 8192 * 2 * 16 * per_token}  # two micro-batches
 
@@ -241,13 +243,13 @@ def test_own_engine_weights_are_those_of_the_rank_with_most(layout: dict[str, in
         num_layers=4, vocab_size=150, tied=True, num_key_value_heads=4, moe=replace(EXPERTS, num_experts=4)
     )
     considered = job(arch, **layout, rollout__name=name)
-    train, tp, ep = considered.train, considered.generation.tp, considered.generation.ep
-    rows = 192 // tp if name == "vllm" else -(-150 // tp)
+    train, split = considered.train, considered.generation.split
+    rows = 192 // split.tp if name == "vllm" else -(-150 // split.tp)
     for stage in range(train.pp):
         own = []
         for rank in (r for r in train.ranks if train.coords(r).pp == stage):
             shared = plan_shared(considered.training, considered.engines, rank)
-            wanted = engine_placements(arch, tp, considered.generation.coords(rank).tp, ep=ep, vocab_rows=rows)
+            wanted = engine_placements(arch, split, considered.generation.coords(rank).tp, vocab_rows=rows)
             own.append(sum(volume(p.box) for p in wanted if p.param not in shared))
         assert own_engine_elements(considered, stage) == max(own)
 
@@ -262,16 +264,17 @@ def test_layers_in_flight() -> None:
 
 
 def test_experts_keep_the_activations_of_every_copy_of_a_token() -> None:
-    dense = 4 * 4096 / 4 + 2 * (64 + 4) * 128 / 4
-    assert layer_activations(QWEN3_235B, tp=4, sequence_parallel=True) == dense + 8 * (2 * 4096 + 3 * 1536 / 4)
-    more = prefill_activations(QWEN3_235B, tp=4, ep=4) - prefill_activations(QWEN3_235B, tp=4)
+    dense, shares, whole = 4 * 4096 / 4 + 2 * (64 + 4) * 128 / 4, TensorSplit(tp=4), TensorSplit(tp=4, ep=4)
+    assert layer_activations(QWEN3_235B, shares, sequence_parallel=True) == dense + 8 * (2 * 4096 + 3 * 1536 / 4)
+    more = prefill_activations(QWEN3_235B, whole) - prefill_activations(QWEN3_235B, shares)
     assert more == 8 * 4 * 1536 * 3 // 4  # all tokens may go to the experts of one rank
 
 
 @pytest.mark.parametrize("arch", [LLAMA_3_8B, QWEN3_235B], ids=["dense", "experts"])
 @pytest.mark.parametrize("tp", [1, 4])
 def test_the_native_engine_counts_with_no_less_than_a_layer_keeps(arch: Architecture, tp: int) -> None:
-    assert prefill_activations(arch, tp=tp) >= layer_activations(arch, tp=tp, sequence_parallel=False)
+    split = TensorSplit(tp=tp)
+    assert prefill_activations(arch, split) >= layer_activations(arch, split, sequence_parallel=False)
 
 
 def test_the_native_engine_computes_long_prompts_in_parts() -> None:
@@ -279,7 +282,7 @@ def test_the_native_engine_computes_long_prompts_in_parts() -> None:
     layer = 6 * 4096 + 8 * 2048 + 4 * 7168
     sampler = (2 * 256 * (2 + 4) + 48 * 32) * 128_256
     assert engine_activations(job(rollout__name="native")) == 2 * 8192 * layer + sampler
-    short = dict(tp=2, itemsize=2, max_num_seqs=256, max_num_batched_tokens=10, max_model_len=4096)
+    short = dict(split=TensorSplit(tp=2), itemsize=2, max_num_seqs=256, max_num_batched_tokens=10, max_model_len=4096)
     assert native_activation_bytes(LLAMA_3_8B, **short) == 2 * (10 * layer + 4096 * 2 * 2 * 4 * 128) + sampler
     whole = replace(LLAMA_3_8B, layers=((LLAMA_3_8B.layers[0][0].with_attention(sinks=True), 32),))
     assert native_activation_bytes(whole, **short) == 2 * 4096 * layer + sampler
@@ -324,6 +327,7 @@ def test_the_native_engine_takes_the_cache_that_is_predicted(
     rollout = considered.config.actor_rollout_ref.rollout
     blocks = cache_blocks(
         arch,
+        considered.generation.split,
         tp_group=None,
         dtype=torch.bfloat16,
         device=torch.device("cuda"),

@@ -20,6 +20,7 @@ from megarl.models.parts.experts import MixtureOfExperts
 from megarl.models.parts.gated_delta import GatedDelta
 from megarl.models.rope import rope_frequencies, rope_table
 from megarl.models.weights import logical_tensors
+from megarl.parallel.experts import TensorSplit
 from megarl.parallel.layout import TrainLayout
 
 
@@ -324,7 +325,7 @@ def test_ranks_that_cut_the_heads_of_linear_attention_are_refused() -> None:
     with pytest.raises(
         ValueError, match="tensor_model_parallel_size = 3 does not divide the 4 key heads of the model's"
     ):
-        arch.layer(0).attention.check_split(3, "tensor_model_parallel_size")
+        arch.layer(0).attention.check_split(TensorSplit(tp=3), "tensor_model_parallel_size")
 
 
 def test_ranks_that_cut_the_queries_keys_and_values_unevenly_are_refused() -> None:

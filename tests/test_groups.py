@@ -15,6 +15,7 @@ from torch.distributed import distributed_c10d
 from training_cases import ARCH, WITH_EXPERTS, Case, actor_in, fixed_batch, update
 
 from megarl.models.architecture import Architecture
+from megarl.parallel.experts import TensorSplit
 from megarl.parallel.layout import GenerationLayout, TrainLayout, closest_stride
 
 
@@ -275,3 +276,13 @@ def _trained_and_forgotten(arch: Architecture, overlap: bool) -> list[str]:
 def test_a_model_is_gone_when_nobody_has_it(ranks: Ranks, arch: Architecture, overlap: bool) -> None:
     """With its process groups, and on a GPU its memory; what Megatron-Core holds for good does not lead to it."""
     assert ranks.run(2, _trained_and_forgotten, arch, overlap) == [[], []]
+
+
+@pytest.mark.parametrize("tp, ep", [(4, 1), (4, 4), (6, 2)])
+def test_each_expert_is_on_as_many_ranks_as_share_it(tp: int, ep: int) -> None:
+    split, layout = TensorSplit(tp=tp, ep=ep), TrainLayout(ranks=range(tp), ep=ep, etp=tp // ep)
+    assert layout.expert_parts(8) == split.expert_parts(8) and layout.expert_parts(0) == []
+    for place in (split.expert_place, layout.expert_place):
+        places = [place(rank) for rank in range(tp)]
+        for expert in range(8):
+            assert [at.rank for at in places if expert in at.own(8)] == list(range(split.expert_tp))

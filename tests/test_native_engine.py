@@ -16,6 +16,7 @@ from tiny_families import ARCHITECTURES
 
 from megarl.models.architecture import Architecture
 from megarl.models.weights import engine_placements
+from megarl.parallel.experts import TensorSplit
 from megarl.rollout.native.graphs import bucket
 from megarl.rollout.native.model import Decoder, parameter_shapes
 from megarl.types import Completion, SamplingParams
@@ -79,9 +80,9 @@ def test_experts_that_do_not_divide_are_refused() -> None:
     with pytest.raises(
         ValueError, match="size = 4 does not divide the model's 6 experts, of which each rank has whole"
     ):
-        ARCHITECTURES["qwen3_moe"].check_generation(tp=4, ep=4)
+        ARCHITECTURES["qwen3_moe"].check_generation(TensorSplit(tp=4, ep=4))
     with pytest.raises(ValueError, match="enable_expert_parallel: the model has no experts"):
-        ARCHITECTURES["qwen3"].check_generation(tp=2, ep=2)
+        ARCHITECTURES["qwen3"].check_generation(TensorSplit(tp=2, ep=2))
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -91,8 +92,9 @@ def test_placements_cover_the_parameters(family: str, tp: int) -> None:
     full = random_weights(arch, seed=1)
     whole = arch.moe is not None and arch.moe.num_experts % tp == 0 and tp > 1
     for r, ep in ((r, ep) for r in range(tp) for ep in ((1, tp) if whole else (1,))):
-        params = {name: torch.empty(shape) for name, shape in parameter_shapes(arch, tp, ep).items()}
-        assert set(params) == {p.param for p in engine_placements(arch, tp, r, ep=ep)}
+        split = TensorSplit(tp=tp, ep=ep)
+        params = {name: torch.empty(shape) for name, shape in parameter_shapes(arch, split).items()}
+        assert set(params) == {p.param for p in engine_placements(arch, split, r)}
         fill_engine(params, arch, full, tp, r, ep)
         padding = arch.padded_vocab_size(tp) - arch.vocab_size if r == tp - 1 else 0
         for name, p in params.items():

@@ -15,6 +15,7 @@ from tiny_engines import GREEDY, GROUPS, assert_same, engine_of, prompts_of, tex
 from tiny_families import ARCHITECTURES
 
 from megarl.models.sizes import BLOCK_SIZE, blocks_for
+from megarl.parallel.experts import TensorSplit
 from megarl.rollout.engine import Request
 from megarl.rollout.native import cache_size, engine
 from megarl.rollout.native.blocks import SCRATCH_BLOCK
@@ -215,6 +216,7 @@ def _blocks_on_gpu(monkeypatch: pytest.MonkeyPatch, *, free: float, total: float
 def _blocks(device: str, *, share: float, **sizes: Any) -> int:
     return cache_size.cache_blocks(
         ARCHITECTURES["qwen2"],
+        TensorSplit(),
         tp_group=None,
         dtype=torch.float32,
         device=torch.device(device),

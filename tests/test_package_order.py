@@ -106,6 +106,7 @@ TORCH_FREE = [
     "config",
     "migration",
     "parallel/context.py",
+    "parallel/experts.py",
     "parallel/layout.py",
     "trainer/layouts.py",
     "telemetry/earlier.py",

@@ -27,6 +27,7 @@ from megarl.estimate.prediction import (
     update_seconds,
 )
 from megarl.models.families import read_architecture
+from megarl.parallel.experts import TensorSplit
 from megarl.parallel.pipeline_split import PipelineSplit
 from megarl.reshard.traffic import Traffic
 
@@ -130,7 +131,7 @@ def test_a_decode_step_reads_weights_and_keys() -> None:
     flops = 2 * H200.mfu * 989e12
     prefill = 16 * forward_flops(LLAMA_3_8B, 1024) / flops
     keys = 64 * (1024 + 1536) * 65_536 / 4226e9
-    weights = 2 * engine_elements(LLAMA_3_8B, 2) / 4226e9
+    weights = 2 * engine_elements(LLAMA_3_8B, TensorSplit(tp=2)) / 4226e9
     one_by_one = 32 * 40e-6 + 64 * 3e-6
     half = replace(ROOM, tokens=64 * (1024 + 1536))
     expected = prefill + 2 * 3072 * (weights + keys + one_by_one)
@@ -148,7 +149,7 @@ def test_decoding_few_sequences_leaves_experts_unread() -> None:
 
     keys = 501 * job(QWEN3_235B, generation_tp=8).kv_bytes_per_token / 4226e9
     launches = 1000 * 94 * H200.layer
-    all_weights = 1000 * 2 * engine_elements(QWEN3_235B, 8) / 4226e9
+    all_weights = 1000 * 2 * engine_elements(QWEN3_235B, TensorSplit(tp=8)) / 4226e9
     assert seconds(1) < launches + 0.12 * all_weights  # 8 of 128 experts, and attention
     assert seconds(128) == pytest.approx(launches + all_weights + 1000 * 128 * (keys + 3e-6), rel=0.01)
 

@@ -22,6 +22,7 @@ from megarl.config import load_config
 from megarl.models.families import FAMILIES, read_architecture
 from megarl.models.parts.gated_delta import GatedDelta
 from megarl.models.parts.grouped_query import GroupedQuery
+from megarl.parallel.experts import TensorSplit
 from megarl.parallel.layout import TrainLayout
 from megarl.rehearsal.room import layouts
 from megarl.rehearsal.small_keys import with_ranks
@@ -60,7 +61,7 @@ def test_a_small_model_is_split_as_the_real_one(
     arch, real = FAMILIES[small["architectures"][0]](small), FAMILIES[config["architectures"][0]](config)
     for tp in tensor:
         arch.check_training(TrainLayout(ranks=range(tp * chunks), tp=tp, pp=chunks), sequence_parallel=True)
-        arch.check_generation(tp=tp)
+        arch.check_generation(TensorSplit(tp=tp))
     assert (arch.family, arch.output, arch.moe is None) == (real.family, real.output, real.moe is None)
     assert arch.hidden_size < 300 and small_config(config, splits, None, lambda a: True)["vocab_size"] > 100_000
 

@@ -148,9 +148,9 @@ def cases(draw: st.DrawFn) -> Case:
         counts[1:-1] = [1 + count for count in counts[1:-1]]
         train = replace(train, split=PipelineSplit(pipeline_model_parallel_layout=written(counts)))
     arch.check_training(train, sequence_parallel=True)
-    arch.check_generation(tp=generation_tp, ep=generation_ep)
     stride = closest_stride(train, generation_tp) if draw(st.booleans()) else 1
     generation = GenerationLayout(ranks=range(world), tp=generation_tp, stride=stride, ep=generation_ep)
+    arch.check_generation(generation.split)
     names = ParameterNames(fused_norms=draw(st.booleans()), grouped_experts=draw(st.booleans()))
     return Case(
         source=training_side(arch, train, names),

@@ -352,12 +352,13 @@ def hybrid_of(actor: Any, max_model_len: int, reference: Any = None) -> Any:
     """A hybrid engine around the actor; the text of token 7 is "<7>"."""
     from megarl.hybrid.generation import Generation
     from megarl.hybrid.residency import Residency
+    from megarl.parallel.experts import TensorSplit
     from megarl.parallel.generation_groups import generation_groups
     from megarl.parallel.layout import GenerationLayout, closest_stride
     from megarl.telemetry.timers import PhaseTimers
 
     (case, config), residency, train = _MADE_AS[actor], Residency(), actor.groups.layout
-    stride, ep = closest_stride(train, case.gen_tp), config.rollout.expert_parallel_size
+    stride, ep = closest_stride(train, case.gen_tp), TensorSplit.of(case.gen_tp, config.rollout).ep
     layout = GenerationLayout(ranks=train.ranks, tp=case.gen_tp, stride=stride, ep=ep)
     residency.add(actor.kind, actor.memory)
     if reference is not None:

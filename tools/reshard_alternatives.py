@@ -51,7 +51,7 @@ class TensorGather:
         self._wanted = _by_tensor(
             engine_placements(
                 arch,
-                generation.tp,
+                generation.split,
                 generation.coords(groups.world.rank).tp,
                 vocab_rows=len(engine[EMBEDDING]),
             )

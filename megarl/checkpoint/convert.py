@@ -41,7 +41,6 @@ from megarl.models.families import read_architecture
 from megarl.models.fill import fill
 from megarl.models.tensors import Box, LogicalTensor, volume
 from megarl.models.weights import logical_tensors
-from megarl.parallel.layout import TrainLayout
 
 
 def huggingface_to_megatron(
@@ -61,7 +60,7 @@ def huggingface_to_megatron(
     arch = read_architecture(source)
     refuse_remote_code(source)
     check_weights(source, arch)
-    layout = TrainLayout(ranks=range(tp * pp), tp=tp, pp=pp, etp=1 if arch.whole_experts else None)
+    layout = arch.one_copy(tp=tp, pp=pp)
     arch.check_training(layout, sequence_parallel=True)
     weights = HuggingFaceWeights(source, arch)
     dtype = dtype or (torch.bfloat16 if weights.dtypes == {"BF16"} else torch.float32)

@@ -22,6 +22,7 @@ from megarl.config import Config, load_config
 from megarl.config.policy import RolloutConfig
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
+from megarl.parallel.experts import TensorSplit
 from megarl.plain import plain
 from megarl.trainer.subject import Subject, find_subject
 
@@ -49,9 +50,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     config = load_config(subject.recorded) if subject.recorded else None
     rollout = config.actor_rollout_ref.rollout if config else RolloutConfig()
     tp = rollout.tensor_model_parallel_size if args.tp is None else args.tp
-    whole_experts = rollout.enable_expert_parallel and tp > 1
+    split = TensorSplit.of(tp, rollout)
     length = arch.max_position_embeddings if args.max_model_len is None else args.max_model_len
-    _check(arch, tp, tp if whole_experts else 1, length, args.chat_template)
+    _check(arch, split, length, args.chat_template)
     if "model_type" not in read_config(subject.folder):
         raise ValueError(f"vLLM needs the field model_type in '{subject.folder}/{CONFIG}' (qwen2, say): add it")
     from megarl.data.tokenizer import tokenizer_place
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     words = ["vllm", "serve", os.path.abspath(folder), "--served-model-name", subject.name]
     words += ["--dtype", str(values.get("dtype") or values.get("torch_dtype") or "auto")]
     words += ["--tensor-parallel-size", str(tp), "--max-model-len", str(length), "--generation-config", "auto"]
-    words += ["--enable-expert-parallel"] if whole_experts else []
+    words += ["--enable-expert-parallel"] if split.ep > 1 else []
     if config is not None and (sampling := _sampling(config)):
         words += ["--override-generation-config", json.dumps(sampling)]
     if args.chat_template:
@@ -78,13 +79,13 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0
 
 
-def _check(arch: Architecture, tp: int, ep: int, length: int, chat_template: str | None) -> None:
+def _check(arch: Architecture, split: TensorSplit, length: int, chat_template: str | None) -> None:
     from megarl.rollout.vllm.checks import check_vllm_tp
 
-    if tp < 1:
-        raise ValueError(f"--tp {tp} must be 1 or more")
-    arch.check_generation(tp=tp, ep=ep)
-    check_vllm_tp(arch, tp)
+    if split.tp < 1:
+        raise ValueError(f"--tp {split.tp} must be 1 or more")
+    arch.check_generation(split)
+    check_vllm_tp(arch, split.tp)
     if not 1 <= length <= arch.max_position_embeddings:
         raise ValueError(f"--max-model-len {length}: the model has {arch.max_position_embeddings} positions")
     if chat_template and not os.path.isfile(chat_template):

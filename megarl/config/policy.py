@@ -315,11 +315,6 @@ class RolloutConfig(Section):
     val_kwargs: ValKwargsConfig = ValKwargsConfig()
     carry_over: CarryOverConfig = CarryOverConfig()
 
-    @property
-    def expert_parallel_size(self) -> int:
-        """Count the parts into which a replica's ranks deal the experts out."""
-        return self.tensor_model_parallel_size if self.enable_expert_parallel else 1
-
 
 class RefMegatronConfig(Section):
     """Places the weights of the reference model, which has the actor's layout."""

@@ -71,7 +71,7 @@ def _what_would_help(job: Job, stage: StageBudget, phase: str, accelerator: Acce
     items, off = stage.phases[phase], [mode for mode in memory_modes(job) if phase in mode.without and not mode.on]
     without_shared: dict[str, int] = {}
     if job.generates:  # without the training weights the engine needs a copy of the shared ones
-        shared = engine_elements(job.arch, job.generation.tp, job.generation.ep) - own_engine_elements(job, stage.stage)
+        shared = engine_elements(job.arch, job.generation.split) - own_engine_elements(job, stage.stage)
         without_shared = {"training weights": job.itemsize * shared}
     saved = {mode.key: items.get(mode.item, 0) - without_shared.get(mode.item, 0) for mode in off}
     advice = [f"{key}=true frees {n / 2**30:.2f} GiB" for key, n in sorted(saved.items(), key=lambda x: -x[1]) if n > 0]

@@ -17,7 +17,8 @@ from megarl.models.placements import Placement
 from megarl.models.sizes import kv_bytes_per_token, routed_bytes_per_token
 from megarl.models.tensors import volume
 from megarl.models.weights import EMBEDDING, engine_placements, layer_prefix, training_placements
-from megarl.parallel.layout import GenerationLayout, TrainLayout, dealt_out
+from megarl.parallel.experts import TensorSplit
+from megarl.parallel.layout import GenerationLayout, TrainLayout
 from megarl.reshard.repeat import Repetitions, Runs, expert_of, layer_of, of_experts, repetitions
 from megarl.reshard.sharing import SharedPlace, plan_shared
 from megarl.reshard.sides import Side, engine_side, training_runs, training_side
@@ -126,14 +127,10 @@ def training_elements(arch: Architecture, layout: TrainLayout, rank: int, *, exp
     return _elements((p for p in placements if not experts_alone or of_experts(p.tensor)), times)
 
 
-def engine_elements(arch: Architecture, tp: int, ep: int = 1) -> int:
-    """Count the elements of the weights of a generation replica's first rank; no other rank of it has more.
-
-    Args:
-        ep: parts into which the replica's ranks deal the experts out.
-    """
-    times = repetitions(arch, Runs(experts=dealt_out(arch.moe.num_experts, ep) if arch.moe else []))
-    return _elements(engine_placements(arch, tp, 0, ep=ep, layers=times.layers, experts=times.experts), times)
+def engine_elements(arch: Architecture, split: TensorSplit) -> int:
+    """Count the elements of the weights of a generation replica's first rank; no other rank of it has more."""
+    times = repetitions(arch, Runs(experts=split.expert_parts(arch.num_experts)))
+    return _elements(engine_placements(arch, split, 0, layers=times.layers, experts=times.experts), times)
 
 
 def shared_of_first_layers(job: Job, rank: int) -> dict[str, SharedPlace]:
@@ -173,7 +170,7 @@ def _own_elements(job: Job, rank: int) -> int:
 
 def parameter_count(arch: Architecture) -> int:
     """Count the elements of all weights; tied embeddings count once."""
-    return engine_elements(arch, 1)
+    return engine_elements(arch, TensorSplit())
 
 
 def active_parameter_count(arch: Architecture) -> int:
@@ -228,7 +225,7 @@ def active_parameters(arch: Architecture, among: frozenset[str] = frozenset()) -
 def expert_elements(arch: Architecture) -> int:
     """Count the elements of all experts; 0 without experts."""
     times = repetitions(arch)
-    placements = engine_placements(arch, 1, 0, layers=times.layers, experts=times.experts)
+    placements = engine_placements(arch, TensorSplit(), 0, layers=times.layers, experts=times.experts)
     return _elements((p for p in placements if of_experts(p.tensor)), times)
 
 

@@ -15,6 +15,7 @@ from megarl.estimate.job import training_elements
 from megarl.estimate.model import ModelJob, item_name
 from megarl.flow_kinds import generates
 from megarl.models.sizes import LOGITS_CHUNK_BYTES, layer_activations
+from megarl.parallel.experts import TensorSplit
 from megarl.phases import Item, Phase
 
 Items = dict[str, int]
@@ -170,7 +171,7 @@ def _layer(model: ModelJob, stage: int, without: Collection[str] = ()) -> float:
     if model.layout.layers_of_stage(model.arch.num_layers, stage) == 0:
         return model.arch.hidden_size
     return _copied_keys(model) + layer_activations(
-        model.arch, tp=model.layout.tp, sequence_parallel=model.sequence_parallel, without=without
+        model.arch, TensorSplit(tp=model.layout.tp), sequence_parallel=model.sequence_parallel, without=without
     )
 
 

@@ -169,7 +169,7 @@ def generation_seconds(job: Job, accelerator: Accelerator, lengths: Lengths, cac
 
 def _engine_bytes_read(job: Job, sequences: int) -> float:
     """Count a rank's weights, without experts that no sequence is expected to go to."""
-    weights = job.itemsize * engine_elements(job.arch, job.generation.tp, job.generation.ep)
+    weights = job.itemsize * engine_elements(job.arch, job.generation.split)
     moe = job.arch.moe
     if moe is None:
         return weights

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from megarl.models.parts.experts import Experts, MixtureOfExperts
 from megarl.models.parts.part import AttentionPart, MLPPart, Part, check_counts, check_numbers
+from megarl.parallel.experts import TensorSplit
 from megarl.parallel.layout import TrainLayout
 
 MOST_LAYERS = 10_000
@@ -133,6 +134,11 @@ class Architecture:
         return next((layer.mlp.moe for layer in self.kinds if isinstance(layer.mlp, Experts)), None)
 
     @property
+    def num_experts(self) -> int:
+        """Count the experts of a layer that has some; 0: no layer has."""
+        return self.moe.num_experts if self.moe else 0
+
+    @property
     def expert_layers(self) -> tuple[int, ...]:
         """List the numbers of the layers that have experts."""
         return tuple(number for number, layer in enumerate(self.each_layer) if isinstance(layer.mlp, Experts))
@@ -180,27 +186,27 @@ class Architecture:
         """Count the rows of the embedding, padded so that every tensor-parallel rank holds the same number."""
         return -(-self.vocab_size // tp) * tp
 
+    def one_copy(self, *, tp: int, pp: int = 1, cp: int = 1) -> TrainLayout:
+        """Lay one copy of the model out for training, each expert on as many ranks as can share it."""
+        return TrainLayout(ranks=range(tp * pp * cp), tp=tp, pp=pp, cp=cp, etp=1 if self.whole_experts else None)
+
     def check_training(self, layout: TrainLayout, *, sequence_parallel: bool) -> None:
         """Raise ValueError with what to change if the training layout cannot hold this model."""
-        self._check_split(layout.tp, "tensor_model_parallel_size")
+        self._check_split(TensorSplit(tp=layout.tp), "tensor_model_parallel_size")
         for layer in self.kinds:
             for part in (layer.attention, layer.mlp):
                 part.check_training(layout, sequence_parallel=sequence_parallel)
-        if self.moe is None and (layout.ep > 1 or layout.expert_tp != layout.tp):
+        if self.moe is None and layout.experts_apart:
             raise ValueError("expert_model_parallel_size and expert_tensor_parallel_size: the model has no experts")
         layout.all_layers(self.num_layers)
 
-    def check_generation(self, *, tp: int, ep: int = 1) -> None:
-        """Raise ValueError with what to change if the generation layout cannot hold this model.
-
-        Args:
-            ep: parts into which the ranks deal the experts out, 1 or `tp`.
-        """
-        self._check_split(tp, "rollout.tensor_model_parallel_size", ep)
-        if self.moe is None and ep > 1:
+    def check_generation(self, split: TensorSplit) -> None:
+        """Raise ValueError with what to change if the ranks of a generation replica cannot divide this model."""
+        self._check_split(split, "rollout.tensor_model_parallel_size")
+        if self.moe is None and split.ep > 1:
             raise ValueError("rollout.enable_expert_parallel: the model has no experts")
 
-    def _check_split(self, tp: int, key: str, ep: int = 1) -> None:
+    def _check_split(self, split: TensorSplit, key: str) -> None:
         for layer in self.kinds:
-            layer.attention.check_split(tp, key)
-            layer.mlp.check_split(tp, key, ep)
+            layer.attention.check_split(split, key)
+            layer.mlp.check_split(split, key)

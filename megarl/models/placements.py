@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megarl.models.tensors import Box
-from megarl.parallel.layout import dealt_out
+from megarl.parallel.experts import ExpertPlace
 
 EVERY = range(sys.maxsize)
 """All layers, or all experts."""
@@ -84,31 +84,6 @@ def place_filled(tensor: str, param: str, box: Box, first_row: int = 0, rows: in
     last = first_row + (view[0] if rows is None else rows)
     within = tuple((0, n) for n in view)
     return Placement(tensor=tensor, box=box, param=param, rows=(first_row, last), view=view, within=within)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertPlace:
-    """Locates a rank among those that hold the experts of a layer together.
-
-    Attributes:
-        tp, rank: number of ranks that share each expert, and the place among them.
-        ep, part: number of parts into which the experts are dealt out, and the rank's part.
-    """
-
-    tp: int
-    rank: int
-    ep: int = 1
-    part: int = 0
-
-    def own(self, count: int) -> range:
-        """Number the experts, of so many in a layer, that the rank has, or has a share of."""
-        return dealt_out(count, self.ep)[self.part]
-
-    @staticmethod
-    def in_engine(*, tp: int, rank: int, ep: int) -> ExpertPlace:
-        """Locate a rank of a generation replica: it has a share of every expert, or with `ep` = `tp` whole ones."""
-        part, share = divmod(rank, tp // ep)
-        return ExpertPlace(tp=tp // ep, rank=share, ep=ep, part=part)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Collection
 
 from megarl.models.architecture import Architecture, Layer
+from megarl.parallel.experts import TensorSplit
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 """Bytes of an element by `actor_rollout_ref.model.dtype`."""
@@ -76,7 +77,7 @@ def routed_bytes_per_token(arch: Architecture) -> int:
 
 
 def layer_activations(
-    arch: Architecture, *, tp: int, sequence_parallel: bool, ep: int = 1, without: Collection[str] = ()
+    arch: Architecture, split: TensorSplit, *, sequence_parallel: bool, without: Collection[str] = ()
 ) -> float:
     """Count the elements per token that the largest layer of the training layout keeps for the backward pass.
 
@@ -98,12 +99,12 @@ def layer_activations(
     """
     hidden = arch.hidden_size
     most = max(4 * (layer.input_norms + layer.output_norms) for layer in arch.kinds)
-    norms = most * hidden / (tp if sequence_parallel else 1)
+    norms = most * hidden / (split.tp if sequence_parallel else 1)
 
     def mlp(layer: Layer) -> float:
-        return 0.0 if layer.mlp.recomputed_as in without else layer.mlp.activations(hidden, tp, ep)
+        return 0.0 if layer.mlp.recomputed_as in without else layer.mlp.activations(hidden, split)
 
-    return norms + max(layer.attention.activations(hidden, tp) + mlp(layer) for layer in arch.kinds)
+    return norms + max(layer.attention.activations(hidden, split) + mlp(layer) for layer in arch.kinds)
 
 
 def attention_flops(arch: Architecture, tokens: float, squares: float) -> float:
@@ -115,7 +116,7 @@ def attention_flops(arch: Architecture, tokens: float, squares: float) -> float:
     return sum(count * layer.attention.flops(tokens, squares) for layer, count in arch.layers)
 
 
-def prefill_activations(arch: Architecture, *, tp: int, ep: int = 1) -> int:
+def prefill_activations(arch: Architecture, split: TensorSplit) -> int:
     """Count the elements per token that the native engine holds at once within its largest layer.
 
     They are no fewer than `layer_activations`. In its terms: 6 h of residuals, norms and sums over ranks;
@@ -124,7 +125,7 @@ def prefill_activations(arch: Architecture, *, tp: int, ep: int = 1) -> int:
     """
     hidden = arch.hidden_size
     return 6 * hidden + max(
-        layer.attention.prefill_activations(hidden, tp) + layer.mlp.prefill_activations(hidden, tp, ep)
+        layer.attention.prefill_activations(hidden, split) + layer.mlp.prefill_activations(hidden, split)
         for layer in arch.kinds
     )
 
@@ -140,9 +141,8 @@ def sampler_bytes(arch: Architecture, *, max_num_seqs: int, itemsize: int) -> in
 
 def native_activation_bytes(
     arch: Architecture,
+    split: TensorSplit,
     *,
-    tp: int,
-    ep: int = 1,
     itemsize: int,
     max_num_seqs: int,
     max_num_batched_tokens: int,
@@ -152,9 +152,9 @@ def native_activation_bytes(
 
     A prompt of more than `max_num_batched_tokens` tokens is computed in parts, which attend to the keys of all of it.
     """
-    tokens, keys = max(max_num_batched_tokens, max_model_len), arch.prompt_keys(tp)
+    tokens, keys = max(max_num_batched_tokens, max_model_len), arch.prompt_keys(split.tp)
     seen = 0
     if keys is not None and max_model_len > max_num_batched_tokens:
         tokens, seen = max_num_batched_tokens, max_model_len * keys
-    layer = itemsize * (tokens * prefill_activations(arch, tp=tp, ep=ep) + seen)
+    layer = itemsize * (tokens * prefill_activations(arch, split) + seen)
     return layer + sampler_bytes(arch, max_num_seqs=max_num_seqs, itemsize=itemsize)

@@ -7,8 +7,9 @@ from functools import partial
 
 from megarl.models.architecture import Architecture, Layer
 from megarl.models.parameter_names import ParameterNames
-from megarl.models.placements import EVERY, ExpertPlace, LayerPlace, Placement, place_filled, place_whole
+from megarl.models.placements import EVERY, LayerPlace, Placement, place_filled, place_whole
 from megarl.models.tensors import LogicalTensor, norm, table
+from megarl.parallel.experts import TensorSplit
 from megarl.parallel.layout import TrainLayout
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -89,7 +90,7 @@ def training_placements(
                     hidden=arch.hidden_size,
                     tp=layout.tp,
                     rank=at.tp,
-                    expert_place=ExpertPlace(tp=layout.expert_tp, rank=at.expert_tp, ep=layout.ep, part=at.ep),
+                    expert_place=layout.expert_place(rank),
                     grouped_experts=names.grouped_experts,
                     experts=experts,
                 )
@@ -107,23 +108,22 @@ def training_placements(
 
 def engine_placements(
     arch: Architecture,
-    tp: int,
+    split: TensorSplit,
     r: int,
     *,
-    ep: int = 1,
     vocab_rows: int | None = None,
     layers: Container[int] = EVERY,
     experts: Container[int] = EVERY,
 ) -> Iterator[Placement]:
-    """List what tensor-parallel rank `r` of `tp` holds in a generation engine, in vLLM's names and shapes.
+    """List what tensor-parallel rank `r` holds in a generation engine, in vLLM's names and shapes.
 
     Args:
-        ep: parts into which the ranks deal the experts out, 1 or `tp`.
+        split: how the engine's ranks divide layers.
         vocab_rows: rows of the embedding on each rank, of an engine that pads the vocabulary further than to a
-            multiple of `tp`.
+            multiple of their number.
         layers, experts: list these alone.
     """
-    rows, hidden = vocab_rows or arch.padded_vocab_size(tp) // tp, arch.hidden_size
+    rows, hidden = vocab_rows or arch.padded_vocab_size(split.tp) // split.tp, arch.hidden_size
     yield from _vocab(arch, EMBEDDING, EMBEDDING, rows, r)
     for number, layer in enumerate(arch.each_layer):
         if number in layers:
@@ -132,9 +132,9 @@ def engine_placements(
                 tensors=prefix,
                 params=prefix,
                 hidden=hidden,
-                tp=tp,
+                tp=split.tp,
                 rank=r,
-                expert_place=ExpertPlace.in_engine(tp=tp, rank=r, ep=ep),
+                expert_place=split.expert_place(r),
                 experts=experts,
             )
             yield from layer.attention.engine(place)

@@ -7,13 +7,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from megarl.parallel.context import ALL_TO_ALL, ContextKind
+from megarl.parallel.experts import ExpertPlace, TensorSplit, dealt_out
 from megarl.parallel.pipeline_split import BALANCED, PipelineSplit
-
-
-def dealt_out(count: int, parts: int) -> list[range]:
-    """Divide so many experts into equal parts of neighbours."""
-    each = count // parts
-    return [range(first, first + each) for first in range(0, count, each)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,13 +122,18 @@ class TrainLayout:
         return self._stage // (self.expert_tp * self.ep)
 
     @property
+    def experts_apart(self) -> bool:
+        """Say whether experts are divided otherwise than the rest."""
+        return self.ep > 1 or self.expert_tp != self.tp
+
+    @property
     def _stage(self) -> int:
         """Count the ranks of a pipeline stage."""
         return self.size // self.pp
 
     def __str__(self) -> str:
         chunks = f" x {self.chunks} chunks" if self.chunks > 1 else ""
-        experts = f", experts EP{self.ep} x TP{self.expert_tp}" if self.ep > 1 or self.expert_tp != self.tp else ""
+        experts = f", experts EP{self.ep} x TP{self.expert_tp}" if self.experts_apart else ""
         context = f" x CP{self.cp}{self.context.remark}" if self.cp > 1 else ""
         return f"TP{self.tp} x PP{self.pp}{chunks}{context} x DP{self.dp}{experts}"
 
@@ -143,6 +143,15 @@ class TrainLayout:
         of_experts, expert_tp = divmod((rank - self.ranks.start) % self._stage, self.expert_tp)
         ep = of_experts % self.ep
         return TrainCoords(tp=tp, cp=cp, dp=rest % self.dp, pp=rest // self.dp, ep=ep, expert_tp=expert_tp)
+
+    def expert_place(self, rank: int) -> ExpertPlace:
+        """Locate a rank among those of its stage that hold experts together."""
+        at = self.coords(rank)
+        return ExpertPlace(tp=self.expert_tp, rank=at.expert_tp, ep=self.ep, part=at.ep)
+
+    def expert_parts(self, count: int) -> list[range]:
+        """Number the experts, of so many in a layer, that are dealt out together."""
+        return dealt_out(count, self.ep)
 
     def rank(self, *, tp: int, dp: int, pp: int, cp: int = 0) -> int:
         return self.ranks.start + tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
@@ -235,8 +244,7 @@ class GenerationLayout:
             generation slice what the rank already holds for training: ranks 0 and 1 of TP4 hold the first half of
             every tensor and become the first ranks of the replicas {0, 2} and {1, 3} of TP2 (the grouping of arXiv
             2409.19256, section 5). As neighbours {0, 1} and {2, 3}, ranks 1 and 2 would have nothing in place.
-        ep: parts into which a replica's ranks deal the experts out. 1: each rank has a share of every expert; `tp`:
-            each has whole experts, the first rank the first of them.
+        ep: see `TensorSplit`.
     """
 
     ranks: range
@@ -261,6 +269,11 @@ class GenerationLayout:
     @property
     def replicas(self) -> int:
         return self.size // self.tp
+
+    @property
+    def split(self) -> TensorSplit:
+        """Say how the ranks of a replica divide layers."""
+        return TensorSplit(tp=self.tp, ep=self.ep)
 
     def __str__(self) -> str:
         return f"TP{self.tp} x {self.replicas} replicas" + (f", experts EP{self.ep}" if self.ep > 1 else "")

@@ -16,6 +16,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.placements import Placement
 from megarl.models.tensors import Box, intersect, volume
 from megarl.models.weights import engine_placements, logical_tensors, training_placements
+from megarl.parallel.experts import TensorSplit
 from megarl.parallel.layout import TrainLayout
 from megarl.parity.result import Result, verdict
 
@@ -79,7 +80,7 @@ def placed_otherwise(arch: Architecture) -> list[str]:
     layout = TrainLayout(ranks=range(1))
     sides: dict[str, Iterable[Placement]] = {
         "training": training_placements(arch, layout, 0),
-        "generation": engine_placements(arch, 1, 0),
+        "generation": engine_placements(arch, TensorSplit(), 0),
     }
     lines = []
     for side, placements in sides.items():

@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl.models.architecture import Architecture
 from megarl.models.families import FAMILIES, language_model_of
-from megarl.parallel.layout import TrainLayout
+from megarl.parallel.experts import TensorSplit
 
 LEAST_WIDTH = 32
 """Of an MLP, an expert or a part of latent attention."""
@@ -136,9 +136,8 @@ def _sharing(groups: int, tp: int) -> tuple[bool, int]:
 def _fits(arch: Architecture, splits: Splits) -> bool:
     try:
         for tp, cp in (*splits.heads, *((tp, 1) for tp in splits.tensor)):
-            layout = TrainLayout(ranks=range(tp * cp), tp=tp, cp=cp, etp=1 if arch.whole_experts else None)
-            arch.check_training(layout, sequence_parallel=splits.sequence_parallel)
-            arch.check_generation(tp=tp)
+            arch.check_training(arch.one_copy(tp=tp, cp=cp), sequence_parallel=splits.sequence_parallel)
+            arch.check_generation(TensorSplit(tp=tp))
     except ValueError:
         return False
     return True

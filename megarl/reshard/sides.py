@@ -11,7 +11,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.parameter_names import ParameterNames
 from megarl.models.placements import EVERY, Placement
 from megarl.models.weights import engine_placements, training_placements
-from megarl.parallel.layout import GenerationLayout, TrainLayout, dealt_out
+from megarl.parallel.layout import GenerationLayout, TrainLayout
 from megarl.reshard.repeat import Runs
 
 
@@ -45,7 +45,7 @@ class Side:
 
 def training_runs(arch: Architecture, layout: TrainLayout) -> Runs:
     """List the layers and experts that are alike on every rank of a training layout."""
-    experts = dealt_out(arch.moe.num_experts, layout.ep) if arch.moe else []
+    experts = layout.expert_parts(arch.num_experts)
     layers = [
         chunk for chunk in layout.all_layers(arch.num_layers) if chunk
     ]  # some hold the embedding or the loss alone
@@ -75,15 +75,13 @@ def engine_side(arch: Architecture, layout: GenerationLayout, vocab_rows: int | 
         rank: int, *, layers: Container[int] = EVERY, experts: Container[int] = EVERY
     ) -> Iterator[Placement]:
         place = layout.coords(rank).tp
-        return engine_placements(
-            arch, layout.tp, place, ep=layout.ep, vocab_rows=vocab_rows, layers=layers, experts=experts
-        )
+        return engine_placements(arch, layout.split, place, vocab_rows=vocab_rows, layers=layers, experts=experts)
 
     return Side(
         arch=arch,
         copies=[layout.replica_ranks(replica) for replica in range(layout.replicas)],
         placements=placements,
         place=lambda rank: layout.coords(rank).tp,
-        runs=Runs(experts=dealt_out(arch.moe.num_experts, layout.ep) if arch.moe else []),
+        runs=Runs(experts=layout.split.expert_parts(arch.num_experts)),
         vocab_rows=vocab_rows or arch.padded_vocab_size(layout.tp) // layout.tp,
     )

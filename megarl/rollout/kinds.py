@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.config.policy import RolloutConfig
 from megarl.models.architecture import Architecture
 from megarl.models.sizes import BLOCK_SIZE, native_activation_bytes
+from megarl.parallel.experts import TensorSplit
 from megarl.registry import Registry
 
 if TYPE_CHECKING:
@@ -64,8 +65,7 @@ class EngineKind:
         """Bound the bytes that a rank's forward passes and sampler hold beside weights and KV cache."""
         return native_activation_bytes(
             arch,
-            tp=tp,
-            ep=rollout.expert_parallel_size,
+            TensorSplit.of(tp, rollout),
             itemsize=itemsize,
             max_num_seqs=rollout.max_num_seqs,
             max_num_batched_tokens=rollout.max_num_batched_tokens,

@@ -7,6 +7,7 @@ from megarl.config.policy import MegatronConfig, ModelConfig
 from megarl.flow_kinds import generates
 from megarl.models.architecture import Architecture
 from megarl.parallel.context import ALL_TO_ALL, CONTEXT_KINDS
+from megarl.parallel.experts import TensorSplit
 from megarl.parallel.layout import GenerationLayout, TrainLayout, closest_stride
 from megarl.parallel.pipeline_split import PipelineSplit
 from megarl.rollout.kinds import engine_kind
@@ -93,6 +94,5 @@ def generation_layout(config: Config) -> GenerationLayout:
     rollout = config.actor_rollout_ref.rollout
     tp = rollout.tensor_model_parallel_size
     stride = closest_stride(train_layout(config), tp) if engine_kind(rollout.name).strided else 1
-    return GenerationLayout(
-        ranks=range(config.trainer.world_size), tp=tp, stride=stride, ep=rollout.expert_parallel_size
-    )
+    ep = TensorSplit.of(tp, rollout).ep
+    return GenerationLayout(ranks=range(config.trainer.world_size), tp=tp, stride=stride, ep=ep)

@@ -11,6 +11,7 @@ from megarl.models.parts.router import Router
 from megarl.models.parts.swiglu import MATRICES, check_width, gated_tensors, place_gated
 from megarl.models.placements import LayerPlace, Placement
 from megarl.models.tensors import LogicalTensor, table
+from megarl.parallel.experts import TensorSplit
 from megarl.parallel.layout import TrainLayout
 
 
@@ -133,13 +134,13 @@ class Experts(MLPPart):
         if self.shared_gate:
             yield at.whole(self.shared_gate_weight, gate, 1, at.hidden)
 
-    def check_split(self, tp: int, key: str, ep: int = 1) -> None:
-        check_width(self.ffn_hidden_size, tp // ep, key)
-        check_width(self.shared_ffn_hidden_size, tp, key)
-        if self.moe.num_experts % ep:
+    def check_split(self, split: TensorSplit, key: str) -> None:
+        check_width(self.ffn_hidden_size, split.expert_tp, key)
+        check_width(self.shared_ffn_hidden_size, split.tp, key)
+        if self.moe.num_experts % split.ep:
             raise ValueError(
-                f"{key} = {tp} does not divide the model's {self.moe.num_experts} experts, of which each rank has "
-                "whole ones; set rollout.enable_expert_parallel=false"
+                f"{key} = {split.tp} does not divide the model's {self.moe.num_experts} experts, of which each rank "
+                "has whole ones; set rollout.enable_expert_parallel=false"
             )
 
     def check_training(self, layout: TrainLayout, *, sequence_parallel: bool) -> None:
@@ -155,17 +156,17 @@ class Experts(MLPPart):
                 f"expert_model_parallel_size = {layout.ep} does not divide the model's {self.moe.num_experts} experts"
             )
 
-    def activations(self, hidden: int, tp: int, ep: int = 1) -> float:
+    def activations(self, hidden: int, split: TensorSplit) -> float:
         """Count k (2 h + 3 ffn / t): k experts per token, with their inputs and outputs; 3 ffn / t of the shared.
 
         Of whole experts t is 1, since all tokens may go to the experts of one rank.
         """
-        routed = self.moe.experts_per_token * (2 * hidden + 3 * self.ffn_hidden_size * ep / tp)
-        return routed + 3 * self.shared_ffn_hidden_size / tp
+        routed = self.moe.experts_per_token * (2 * hidden + 3 * self.ffn_hidden_size / split.expert_tp)
+        return routed + 3 * self.shared_ffn_hidden_size / split.tp
 
-    def prefill_activations(self, hidden: int, tp: int, ep: int = 1) -> int:
-        routed = self.moe.experts_per_token * (2 * hidden + 4 * self.ffn_hidden_size * ep // tp)
-        return routed + 4 * self.shared_ffn_hidden_size // tp
+    def prefill_activations(self, hidden: int, split: TensorSplit) -> int:
+        routed = self.moe.experts_per_token * (2 * hidden + 4 * self.ffn_hidden_size // split.expert_tp)
+        return routed + 4 * self.shared_ffn_hidden_size // split.tp
 
     def megatron_fields(self) -> dict[str, Any]:
         return self.moe.router_fields() | dict(

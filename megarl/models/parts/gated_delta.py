@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from megarl.models.parts.part import AttentionPart, check_counts
 from megarl.models.placements import LayerPlace, Placement, place_filled
 from megarl.models.tensors import Box, LogicalTensor, table
+from megarl.parallel.experts import TensorSplit
 from megarl.parallel.layout import TrainLayout
 
 CHUNK = 64
@@ -170,26 +171,26 @@ class GatedDelta(AttentionPart):
         matrices = (heads, self.values_per_key, self.key_head_dim, self.value_head_dim)
         return (self.conv_kernel - 1, heads * self.conv_width), matrices
 
-    def check_split(self, tp: int, key: str) -> None:
-        if self.num_key_heads % tp:
+    def check_split(self, split: TensorSplit, key: str) -> None:
+        if (heads := self.num_key_heads) % split.tp:
             raise ValueError(
-                f"{key} = {tp} does not divide the {self.num_key_heads} key heads of the model's linear attention"
+                f"{key} = {split.tp} does not divide the {heads} key heads of the model's linear attention"
             )
 
     def check_training(self, layout: TrainLayout, *, sequence_parallel: bool) -> None:
         if layout.shares_sequences:
             raise ValueError("context_parallel_size must be 1: linear attention goes through a sequence token by token")
 
-    def activations(self, hidden: int, tp: int) -> float:
+    def activations(self, hidden: int, split: TensorSplit) -> float:
         """Count what plain torch keeps: twice the projections, and in float32, which counts twice, of each value head
         products of a chunk's tokens, keys and values before and after they are solved for, and the state."""
         key, value = self.key_head_dim, self.value_head_dim
         float32 = 5 * CHUNK + 6 * (key + value) + key * value / CHUNK
-        return (2 * self.num_key_heads * self.width + 2 * self.num_value_heads * float32) / tp
+        return (2 * self.num_key_heads * self.width + 2 * self.num_value_heads * float32) / split.tp
 
-    def prefill_activations(self, hidden: int, tp: int) -> int:
+    def prefill_activations(self, hidden: int, split: TensorSplit) -> int:
         """Count as much as `activations`: the products of all chunks are there at once."""
-        return math.ceil(self.activations(hidden, tp))
+        return math.ceil(self.activations(hidden, split))
 
     def flops(self, tokens: float, squares: float) -> float:
         """Count three products with the state, and those with a chunk's tokens, per token and value head."""

@@ -10,6 +10,7 @@ from megarl.models.parts.part import AttentionPart, check_counts, check_numbers
 from megarl.models.parts.rotary import RopeScaling, Yarn, check_base
 from megarl.models.placements import LayerPlace, Placement, place_filled
 from megarl.models.tensors import Box, LogicalTensor, norm, table
+from megarl.parallel.experts import TensorSplit
 from megarl.parallel.layout import TrainLayout
 
 
@@ -251,13 +252,11 @@ class GroupedQuery(AttentionPart):
         """Give (2: keys and values, KV heads on each rank, head_dim)."""
         return 2, self.heads(tp)[1], self.head_dim
 
-    def check_split(self, tp: int, key: str) -> None:
-        if self.num_attention_heads % tp:
-            raise ValueError(f"{key} = {tp} does not divide the model's {self.num_attention_heads} attention heads")
-        if self.num_key_value_heads % tp and tp % self.num_key_value_heads:
-            raise ValueError(
-                f"{key} = {tp} neither divides nor is a multiple of the model's {self.num_key_value_heads} KV heads"
-            )
+    def check_split(self, split: TensorSplit, key: str) -> None:
+        if (heads := self.num_attention_heads) % split.tp:
+            raise ValueError(f"{key} = {split.tp} does not divide the model's {heads} attention heads")
+        if (groups := self.num_key_value_heads) % split.tp and split.tp % groups:
+            raise ValueError(f"{key} = {split.tp} neither divides nor is a multiple of the model's {groups} KV heads")
 
     def check_training(self, layout: TrainLayout, *, sequence_parallel: bool) -> None:
         layout.check_heads(self.num_attention_heads, self.num_key_value_heads)
@@ -269,15 +268,15 @@ class GroupedQuery(AttentionPart):
                 "and values"
             )
 
-    def activations(self, hidden: int, tp: int) -> float:
+    def activations(self, hidden: int, split: TensorSplit) -> float:
         """Count 2 (q + kv) / t: queries, keys, values and the attention's output; 2 q / t more of a gate."""
         queries = self.num_attention_heads * (2 if self.output_gate else 1)
-        return 2 * (queries + self.num_key_value_heads) * self.head_dim / tp
+        return 2 * (queries + self.num_key_value_heads) * self.head_dim / split.tp
 
-    def prefill_activations(self, hidden: int, tp: int) -> int:
+    def prefill_activations(self, hidden: int, split: TensorSplit) -> int:
         """Count 8 q / t: queries, keys and values before and after their rotation, and the attention's output; 10 q / t
         with a gate."""
-        return (10 if self.output_gate else 8) * (self.num_attention_heads // tp) * self.head_dim
+        return (10 if self.output_gate else 8) * (self.num_attention_heads // split.tp) * self.head_dim
 
     def flops(self, tokens: float, squares: float) -> float:
         """Count 2 x tokens^2 per query channel, half of the FLOPs of the full matrix (arXiv 2205.05198, appendix A).

@@ -10,6 +10,7 @@ from megarl.models.parts.part import AttentionPart, check_counts, check_numbers
 from megarl.models.parts.rotary import Yarn, check_base
 from megarl.models.placements import LayerPlace, Placement, place_filled
 from megarl.models.tensors import LogicalTensor, table
+from megarl.parallel.experts import TensorSplit
 from megarl.parallel.layout import TrainLayout
 
 _TRAINED = {
@@ -124,9 +125,9 @@ class Latent(AttentionPart):
         """Give (1, 1, cached_dim): whatever the number of heads, and of ranks."""
         return 1, 1, self.cached_dim
 
-    def check_split(self, tp: int, key: str) -> None:
-        if self.num_attention_heads % tp:
-            raise ValueError(f"{key} = {tp} does not divide the model's {self.num_attention_heads} attention heads")
+    def check_split(self, split: TensorSplit, key: str) -> None:
+        if (heads := self.num_attention_heads) % split.tp:
+            raise ValueError(f"{key} = {split.tp} does not divide the model's {heads} attention heads")
 
     def check_training(self, layout: TrainLayout, *, sequence_parallel: bool) -> None:
         layout.check_heads(self.num_attention_heads, self.num_attention_heads)
@@ -145,14 +146,14 @@ class Latent(AttentionPart):
     def training_keys(self, tp: int) -> float:
         return self.num_attention_heads * (self.qk_head_dim + self.v_head_dim) / tp
 
-    def activations(self, hidden: int, tp: int) -> float:
+    def activations(self, hidden: int, split: TensorSplit) -> float:
         """Count heads (2 qk + 2 v) / t of queries, keys, values and the output, and twice the narrow vectors."""
-        heads = 2 * self.num_attention_heads * (self.qk_head_dim + self.v_head_dim) / tp
+        heads = 2 * self.num_attention_heads * (self.qk_head_dim + self.v_head_dim) / split.tp
         return heads + 2 * (self.cached_dim + (self.q_lora_rank or 0))
 
-    def prefill_activations(self, hidden: int, tp: int) -> int:
+    def prefill_activations(self, hidden: int, split: TensorSplit) -> int:
         """Count heads (6 qk + 4 v) / t: before and after rotation, padded, and the output; and the narrow vectors."""
-        heads = self.num_attention_heads // tp * (6 * self.qk_head_dim + 4 * self.v_head_dim)
+        heads = self.num_attention_heads // split.tp * (6 * self.qk_head_dim + 4 * self.v_head_dim)
         return heads + 4 * (self.cached_dim + (self.q_lora_rank or 0))
 
     def flops(self, tokens: float, squares: float) -> float:

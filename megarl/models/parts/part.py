@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from megarl.models.placements import LayerPlace, Placement
 from megarl.models.tensors import LogicalTensor
+from megarl.parallel.experts import TensorSplit
 from megarl.parallel.layout import TrainLayout
 
 
@@ -33,19 +34,19 @@ class Part(Protocol):
         """List what a rank of a generation engine holds, in vLLM's names and shapes."""
         ...
 
-    def check_split(self, tp: int, key: str) -> None:
-        """Raise ValueError if `tp` ranks cannot share the part; `key` names the setting of `tp`."""
+    def check_split(self, split: TensorSplit, key: str) -> None:
+        """Raise ValueError if ranks cannot divide the part so; `key` names the setting of their number."""
         ...
 
     def check_training(self, layout: TrainLayout, *, sequence_parallel: bool) -> None:
         """Raise ValueError, beyond `check_split`, if the layout's ranks cannot train the part."""
         ...
 
-    def activations(self, hidden: int, tp: int) -> float:
+    def activations(self, hidden: int, split: TensorSplit) -> float:
         """Count the elements per token that the part keeps for the backward pass."""
         ...
 
-    def prefill_activations(self, hidden: int, tp: int) -> int:
+    def prefill_activations(self, hidden: int, split: TensorSplit) -> int:
         """Count the elements per token that the part holds at once in the native engine."""
         ...
 
@@ -57,19 +58,11 @@ class Part(Protocol):
 class MLPPart(Part, Protocol):
     """Describes the MLP of a layer, or its experts.
 
-    In generation `ep` parts of the `tp` ranks have experts of their own, and tp / ep ranks share each of these.
-
     Attributes:
         recomputed_as: its name in `model.recompute_modules`.
     """
 
     recomputed_as: ClassVar[Literal["mlp", "moe"]]
-
-    def check_split(self, tp: int, key: str, ep: int = 1) -> None: ...
-
-    def activations(self, hidden: int, tp: int, ep: int = 1) -> float: ...
-
-    def prefill_activations(self, hidden: int, tp: int, ep: int = 1) -> int: ...
 
 
 class AttentionPart(Part, Protocol):

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 from megarl.models.parts.part import MLPPart, check_counts
 from megarl.models.placements import LayerPlace, Placement
 from megarl.models.tensors import LogicalTensor, table
+from megarl.parallel.experts import TensorSplit
 from megarl.parallel.layout import TrainLayout
 
 MATRICES = ("gate_proj", "up_proj", "down_proj")
@@ -44,18 +45,18 @@ class SwiGLU(MLPPart):
         params = ("mlp.gate_up_proj.weight", "mlp.down_proj.weight")
         return place_gated(at, "mlp.", MATRICES, params, self.ffn_hidden_size)
 
-    def check_split(self, tp: int, key: str, ep: int = 1) -> None:
-        check_width(self.ffn_hidden_size, tp, key)
+    def check_split(self, split: TensorSplit, key: str) -> None:
+        check_width(self.ffn_hidden_size, split.tp, key)
 
     def check_training(self, layout: TrainLayout, *, sequence_parallel: bool) -> None:
         pass
 
-    def activations(self, hidden: int, tp: int, ep: int = 1) -> float:
+    def activations(self, hidden: int, split: TensorSplit) -> float:
         """Count 3 ffn / t: gate, up and their product."""
-        return 3 * self.ffn_hidden_size / tp
+        return 3 * self.ffn_hidden_size / split.tp
 
-    def prefill_activations(self, hidden: int, tp: int, ep: int = 1) -> int:
-        return 4 * self.ffn_hidden_size // tp
+    def prefill_activations(self, hidden: int, split: TensorSplit) -> int:
+        return 4 * self.ffn_hidden_size // split.tp
 
     def megatron_fields(self) -> dict[str, Any]:
         fields: dict[str, Any] = dict(ffn_hidden_size=self.ffn_hidden_size)

@@ -16,13 +16,14 @@ from megarl.models.sizes import (
     routed_bytes_per_token,
     state_bytes,
 )
+from megarl.parallel.experts import TensorSplit
 
 
 def cache_blocks(
     arch: Architecture,
+    split: TensorSplit,
     *,
     tp_group: dist.ProcessGroup | None,
-    ep: int = 1,
     dtype: torch.dtype,
     device: torch.device,
     max_num_seqs: int,
@@ -35,7 +36,7 @@ def cache_blocks(
     """Count the blocks that all sequences can fill, or that memory allows; the same on all ranks of a replica.
 
     Args:
-        ep: parts into which the replica's ranks deal the experts out.
+        split: how the replica's ranks divide layers.
         weight_bytes: the engine's own weights on this rank, which are held already.
         gpu_memory_utilization: part of the GPU's memory for weights, activations and KV cache of the engine, less where
             other programs leave less; on a CPU rank, part of its share of the machine's memory.
@@ -44,7 +45,6 @@ def cache_blocks(
     Raises:
         ValueError: there is no room for one sequence of `max_model_len` tokens.
     """
-    tp = 1 if tp_group is None else tp_group.size()
     useful = most_blocks(max_num_seqs=max_num_seqs, max_model_len=max_model_len)
     if device.type == "cuda":
         # torch can seldom give its reserve out in blocks as large as the cache's
@@ -54,16 +54,15 @@ def cache_blocks(
         free = total = cpu_rank_memory()
     activations = native_activation_bytes(
         arch,
-        tp=tp,
-        ep=ep,
+        split,
         itemsize=dtype.itemsize,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
     )
-    states = state_bytes(arch, tp=tp, max_num_seqs=max_num_seqs)
+    states = state_bytes(arch, tp=split.tp, max_num_seqs=max_num_seqs)
     room = min(gpu_memory_utilization * total - weight_bytes, free) - activations - states
-    token_bytes = kv_bytes_per_token(arch, tp=tp, itemsize=dtype.itemsize)
+    token_bytes = kv_bytes_per_token(arch, tp=split.tp, itemsize=dtype.itemsize)
     block_bytes = BLOCK_SIZE * (token_bytes + (routed_bytes_per_token(arch) if records_routing else 0))
     blocks = min(useful, int(room // block_bytes))
     if tp_group is not None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from megarl.models.architecture import Architecture
 from megarl.models.sizes import BLOCK_SIZE
 from megarl.models.weights import buffers
+from megarl.parallel.experts import TensorSplit
 from megarl.parallel.upload import upload
 from megarl.rollout.engine import Engine, Request, Share, share_nothing
 from megarl.rollout.expert_record import empty_record
@@ -75,15 +76,15 @@ class NativeEngine(Engine):
         share: Share = share_nothing,
         records_routing: bool = False,
     ) -> None:
-        self._tp = 1 if tp_group is None else tp_group.size()
-        self._ep = self._tp if enable_expert_parallel else 1
-        arch.check_generation(tp=self._tp, ep=self._ep)
+        tp = 1 if tp_group is None else tp_group.size()
+        self._split = split = TensorSplit(tp=tp, ep=tp if enable_expert_parallel else 1)
+        arch.check_generation(split)
         self._arch, self._tp_group, self._dtype, self._device = arch, tp_group, dtype, torch.device(device)
         self._max_num_seqs, self._max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self._max_model_len, self._gpu_memory_utilization = max_model_len, gpu_memory_utilization
         self._decode_text = decode
         self._unrouted = empty_record(arch) if records_routing else None
-        shapes = parameter_shapes(arch, self._tp, self._ep)
+        shapes = parameter_shapes(arch, split)
         shared = share(shapes)
         dtypes = dict.fromkeys(shapes, dtype) | dict.fromkeys(buffers(arch), torch.float32)
         assert all(p.dtype == dtypes[name] and p.shape == shapes[name] for name, p in shared.items())
@@ -93,7 +94,7 @@ class NativeEngine(Engine):
             if name not in shared
         }
         self._parameters = {name: shared[name] if name in shared else self._own[name] for name in shapes}
-        self._decoder = Decoder(arch, self._parameters, tp_group=tp_group, ep=self._ep)
+        self._decoder = Decoder(arch, self._parameters, tp_group=tp_group, split=split)
         self._passes = PassesByLayer(arch, max_model_len=max_model_len, dtype=dtype, device=self._device)
         self._cache: KVCache | None = None
         self._scheduler: Scheduler | None = None
@@ -115,11 +116,11 @@ class NativeEngine(Engine):
         if not weights_only and self._cache is None:
             self._cache = KVCache(
                 self._arch,
-                tp=self._tp,
+                tp=self._split.tp,
                 blocks=cache_blocks(
                     self._arch,
+                    self._split,
                     tp_group=self._tp_group,
-                    ep=self._ep,
                     dtype=self._dtype,
                     device=self._device,
                     max_num_seqs=self._max_num_seqs,
@@ -195,7 +196,7 @@ class NativeEngine(Engine):
         """Fill the blocks of the requests that enter."""
         cache.enter(admission.entered)
         computed = [(r.slot, r.cached) for r in admission.computed if r.position]
-        if len(computed) == 1 and self._arch.prompt_keys(self._tp) is not None:
+        if len(computed) == 1 and self._arch.prompt_keys(self._split.tp) is not None:
             ((slot, sequence),) = computed
             for start in range(0, len(sequence), self._max_num_batched_tokens):
                 self._fill(cache, [(slot, sequence[start : start + self._max_num_batched_tokens])], start)

@@ -11,40 +11,36 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.models.architecture import Architecture
-from megarl.models.placements import ExpertPlace
 from megarl.models.rms_norm import rms_norm
 from megarl.models.weights import EMBEDDING, FINAL_NORM, INPUT_NORM, OUTPUT, OUTPUT_NORMS, layer_prefix, mlp_norm
+from megarl.parallel.experts import TensorSplit
 from megarl.rollout.native.fused import add_and_norm
 from megarl.rollout.native.parts import module_of
 from megarl.rollout.native.parts.part import Attention, AttentionWeights, Group, MLPWeights
 
 
-def parameter_shapes(arch: Architecture, tp: int, ep: int = 1) -> dict[str, tuple[int, ...]]:
-    """Give the shapes of a tensor-parallel rank's parameters by name, the vocabulary padded; equal on every rank.
-
-    Args:
-        ep: parts into which the ranks deal the experts out, 1 or `tp`.
-    """
+def parameter_shapes(arch: Architecture, split: TensorSplit) -> dict[str, tuple[int, ...]]:
+    """Give the shapes of a tensor-parallel rank's parameters by name, the vocabulary padded; equal on every rank."""
     hidden = arch.hidden_size
-    vocab = (arch.padded_vocab_size(tp) // tp, hidden)
+    vocab = (arch.padded_vocab_size(split.tp) // split.tp, hidden)
     return {
         EMBEDDING: vocab,
         **{
             layer_prefix(i) + leaf: shape
             for i in range(arch.num_layers)
-            for leaf, shape in _layer(arch, i, tp, ep).items()
+            for leaf, shape in _layer(arch, i, split).items()
         },
         FINAL_NORM: (hidden,),
         **({} if arch.tied else {OUTPUT: vocab}),
     }
 
 
-def _layer(arch: Architecture, number: int, tp: int, ep: int) -> dict[str, tuple[int, ...]]:
+def _layer(arch: Architecture, number: int, split: TensorSplit) -> dict[str, tuple[int, ...]]:
     layer, hidden = arch.layer(number), arch.hidden_size
     return {
         **(dict.fromkeys((INPUT_NORM, mlp_norm(layer)), (hidden,)) if layer.input_norms else {}),
-        **module_of(layer.attention).Weights.shapes(layer.attention, hidden, tp),
-        **module_of(layer.mlp).Weights.shapes(layer.mlp, hidden, tp, ep),
+        **module_of(layer.attention).Weights.shapes(layer.attention, hidden, split.tp),
+        **module_of(layer.mlp).Weights.shapes(layer.mlp, hidden, split),
         **(dict.fromkeys(OUTPUT_NORMS, (hidden,)) if layer.output_norms else {}),
     }
 
@@ -61,18 +57,19 @@ class LayerWeights:
     mlp_output_norm: Tensor | None
 
     @staticmethod
-    def of(arch: Architecture, params: Mapping[str, Tensor], number: int, group: Group, ep: int) -> LayerWeights:
+    def of(
+        arch: Architecture, params: Mapping[str, Tensor], number: int, group: Group, split: TensorSplit
+    ) -> LayerWeights:
         """Take a layer's parameters, named and shaped as in `parameter_shapes`."""
         layer, prefix = arch.layer(number), layer_prefix(number)
-        weights = {leaf: params[prefix + leaf] for leaf in _layer(arch, number, group.size, ep)}
-        experts = ExpertPlace.in_engine(tp=group.size, rank=group.rank, ep=ep)
+        weights = {leaf: params[prefix + leaf] for leaf in _layer(arch, number, split)}
         attention, mlp = module_of(layer.attention).Weights, module_of(layer.mlp).Weights
         return LayerWeights(
             input_norm=weights.get(INPUT_NORM),
             attention=attention(layer.attention, weights, group=group, eps=arch.norm_eps),
             attention_output_norm=weights[OUTPUT_NORMS[0]] if layer.output_norms else None,
             mlp_norm=weights.get(mlp_norm(layer)) if layer.input_norms else None,
-            mlp=mlp(layer.mlp, weights, experts=experts),
+            mlp=mlp(layer.mlp, weights, experts=split.expert_place(group.rank)),
             mlp_output_norm=weights[OUTPUT_NORMS[1]] if layer.output_norms else None,
         )
 
@@ -83,16 +80,21 @@ class Decoder:
     Args:
         params: this rank's parameters, named and shaped as in `parameter_shapes`.
         tp_group: the replica's ranks; None: a single rank.
-        ep: parts into which these deal the experts out, 1 or all.
+        split: how these divide layers.
     """
 
     def __init__(
-        self, arch: Architecture, params: Mapping[str, Tensor], *, tp_group: dist.ProcessGroup | None, ep: int = 1
+        self,
+        arch: Architecture,
+        params: Mapping[str, Tensor],
+        *,
+        tp_group: dist.ProcessGroup | None,
+        split: TensorSplit,
     ) -> None:
         self._arch, self._group = arch, Group(tp_group)
         self._embedding, self._final_norm = params[EMBEDDING], params[FINAL_NORM]
         self._output = params[EMBEDDING if arch.tied else OUTPUT]
-        self._layers = [LayerWeights.of(arch, params, i, self._group, ep) for i in range(arch.num_layers)]
+        self._layers = [LayerWeights.of(arch, params, i, self._group, split) for i in range(arch.num_layers)]
         self._scale = torch.tensor(arch.embedding_scale, dtype=self._embedding.dtype).item()
         self._first_token = self._group.rank * len(self._embedding)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from megarl.config.policy import RolloutConfig
 from megarl.models.architecture import Architecture
 from megarl.models.sizes import layer_activations, sampler_bytes
+from megarl.parallel.experts import TensorSplit
 from megarl.rollout.kinds import EngineKind
 from megarl.rollout.vllm.checks import (
     BLOCK_SIZE,
@@ -47,7 +48,8 @@ class VLLMKind(EngineKind):
     def activation_bytes(
         self, rollout: RolloutConfig, arch: Architecture, *, tp: int, itemsize: int, max_model_len: int
     ) -> int:
-        layer = layer_activations(arch, tp=tp, ep=rollout.expert_parallel_size, sequence_parallel=False)
+        split = TensorSplit.of(tp, rollout)
+        layer = layer_activations(arch, split, sequence_parallel=False)
         sampler = sampler_bytes(arch, max_num_seqs=rollout.max_num_seqs, itemsize=itemsize)
         return int(itemsize * rollout.max_num_batched_tokens * layer) + sampler
 

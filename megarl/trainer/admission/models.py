@@ -37,8 +37,7 @@ def check_shapes(config: Config, arch: Architecture) -> None:
     check_padding("actor", config.actor_rollout_ref.model, layout)
     if actor.megatron.cp_comm_type != layout.context.name:
         raise ValueError("actor.megatron.cp_comm_type needs context_parallel_size of 2 or more")
-    generation = generation_layout(config)
-    arch.check_generation(tp=generation.tp, ep=generation.ep)
+    arch.check_generation(generation_layout(config).split)
     if generates(config):
         rollout = config.actor_rollout_ref.rollout
         engine_kind(rollout.name).check(rollout, arch, trains=trains(config))

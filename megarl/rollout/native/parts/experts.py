@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.models.parts.experts import Experts
-from megarl.models.placements import ExpertPlace
+from megarl.parallel.experts import ExpertPlace, TensorSplit
 from megarl.rollout.native import kernels
 from megarl.rollout.native.parts import part
 from megarl.rollout.native.parts.router import choose
@@ -35,16 +35,17 @@ class Weights(part.MLPWeights):
         self._shared_gate = weights.get(kind.shared_gate_weight)
 
     @staticmethod
-    def shapes(kind: Experts, hidden: int, tp: int, ep: int = 1) -> dict[str, tuple[int, ...]]:
-        ffn, count, moe = kind.ffn_hidden_size * ep // tp, kind.moe.num_experts, kind.moe
-        (gate_up, down), shared = kind.stacked_in_engine, kind.shared_ffn_hidden_size // tp
+    def shapes(kind: Experts, hidden: int, split: TensorSplit) -> dict[str, tuple[int, ...]]:
+        ffn, count, moe = kind.ffn_hidden_size // split.expert_tp, kind.moe.num_experts, kind.moe
+        (gate_up, down), shared = kind.stacked_in_engine, kind.shared_ffn_hidden_size // split.tp
+        count_here = len(split.expert_parts(count)[0])
         shapes = ((2 * shared, hidden), (hidden, shared))
         return {
             moe.weight: (count, hidden),
             **({moe.bias: (count,)} if moe.correction_bias else {}),
             **({moe.added_to_logits: (count,)} if moe.logit_bias else {}),
-            gate_up: (count // ep, 2 * ffn, hidden),
-            down: (count // ep, hidden, ffn),
+            gate_up: (count_here, 2 * ffn, hidden),
+            down: (count_here, hidden, ffn),
             **(dict(zip(kind.shared_in_engine, shapes, strict=True)) if shared else {}),
             **({kind.shared_gate_weight: (1, hidden)} if kind.shared_gate else {}),
         }

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.models.placements import ExpertPlace
+from megarl.parallel.experts import ExpertPlace, TensorSplit
 from megarl.rollout.native.kv_cache import KVCache
 
 Attention = Callable[..., Tensor]
@@ -62,8 +62,8 @@ class MLPWeights(Protocol):
     def __init__(self, kind: Any, weights: Mapping[str, Tensor], *, experts: ExpertPlace) -> None: ...
 
     @staticmethod
-    def shapes(kind: Any, hidden: int, tp: int, ep: int = 1) -> dict[str, tuple[int, ...]]:
-        """Give the shapes of a rank's weights by name within the layer; `ep` parts of the ranks have own experts."""
+    def shapes(kind: Any, hidden: int, split: TensorSplit) -> dict[str, tuple[int, ...]]:
+        """Give the shapes of a rank's weights by name within the layer."""
         ...
 
     def __call__(self, x: Tensor, routed: list[Tensor] | None = None) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megarl.models.activations import quick_gelu
 from megarl.models.parts.stacked_experts import StackedExperts
-from megarl.models.placements import ExpertPlace
+from megarl.parallel.experts import ExpertPlace, TensorSplit
 from megarl.rollout.native.parts import experts as mixture
 
 
@@ -24,10 +24,10 @@ class Weights(mixture.Weights):
         self._limit, self._tp = kind.limit, experts.tp
 
     @staticmethod
-    def shapes(kind: Any, hidden: int, tp: int, ep: int = 1) -> dict[str, tuple[int, ...]]:
-        count, (_, gate_up, _, down) = kind.moe.num_experts // ep, kind.all_in_engine
-        biases = {gate_up: (count, 2 * kind.ffn_hidden_size * ep // tp), down: (count, hidden)}
-        return mixture.Weights.shapes(kind, hidden, tp, ep) | biases
+    def shapes(kind: Any, hidden: int, split: TensorSplit) -> dict[str, tuple[int, ...]]:
+        shapes = mixture.Weights.shapes(kind, hidden, split)
+        gate_up, gate_up_bias, down, down_bias = kind.all_in_engine
+        return shapes | {gate_up_bias: shapes[gate_up][:2], down_bias: shapes[down][:2]}
 
     def _glu(self) -> dict[str, Any]:
         from megarl.rollout.native.kernels.experts import ClampedGLU

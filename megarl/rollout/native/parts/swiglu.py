@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.models.parts.swiglu import SwiGLU
-from megarl.models.placements import ExpertPlace
+from megarl.parallel.experts import ExpertPlace, TensorSplit
 from megarl.rollout.native.fused import activate_and_mul
 from megarl.rollout.native.parts import part
 
@@ -21,8 +21,8 @@ class Weights(part.MLPWeights):
         self._activation = kind.activation
 
     @staticmethod
-    def shapes(kind: SwiGLU, hidden: int, tp: int, ep: int = 1) -> dict[str, tuple[int, ...]]:
-        ffn = kind.ffn_hidden_size // tp
+    def shapes(kind: SwiGLU, hidden: int, split: TensorSplit) -> dict[str, tuple[int, ...]]:
+        ffn = kind.ffn_hidden_size // split.tp
         return {"mlp.gate_up_proj.weight": (2 * ffn, hidden), "mlp.down_proj.weight": (hidden, ffn)}
 
     def __call__(self, x: Tensor, routed: list[Tensor] | None = None) -> Tensor:
