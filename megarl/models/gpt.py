@@ -127,13 +127,8 @@ def transformer_fields(
         init_method=_keep,  # weights are filled from logical tensors; Megatron-Core's own start marks TP parameters
         output_layer_init_method=_keep,
         embedding_init_method=_keep,
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.chunks if layout.chunks > 1 else None,
-        context_parallel_size=layout.cp,
+        **layout.megatron_sizes,
         cp_comm_type=layout.context.name,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.expert_tp,
         sequence_parallel=sequence_parallel and layout.tp > 1,
         variable_seq_lengths=True,  # packed micro-batches differ in length
         moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, even without experts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 from megarl.parallel.context import ALL_TO_ALL, ContextKind
 from megarl.parallel.experts import ExpertPlace, TensorSplit, dealt_out
@@ -70,6 +71,18 @@ class TrainLayout:
     def size(self) -> int:
         """Count the ranks."""
         return len(self.ranks)
+
+    @property
+    def megatron_sizes(self) -> dict[str, Any]:
+        """Give the sizes in Megatron-Core's names."""
+        return dict(
+            tensor_model_parallel_size=self.tp,
+            pipeline_model_parallel_size=self.pp,
+            virtual_pipeline_model_parallel_size=self.chunks if self.chunks > 1 else None,
+            context_parallel_size=self.cp,
+            expert_model_parallel_size=self.ep,
+            expert_tensor_parallel_size=self.expert_tp,
+        )
 
     @property
     def block_size(self) -> int:

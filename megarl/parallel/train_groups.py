@@ -162,12 +162,7 @@ def _first_state(world: World, layout: TrainLayout, seed: int) -> MegatronState:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.chunks if layout.chunks > 1 else None,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.expert_tp,
+        **layout.megatron_sizes,
         create_gloo_process_groups=False,
         distributed_timeout_minutes=_training_timeout() / timedelta(minutes=1),
     )
