@@ -193,7 +193,7 @@ class Bench:
         self.parameters = self.engine.parameters()
         self.own = [parameter for name, parameter in self.parameters.items() if name not in shared.places]
         # training needs the group's communicator as well: it is no extra memory of a reshard
-        dist.all_reduce(torch.zeros(1, device=world.device), group=self.model.groups.copy)
+        dist.all_reduce(torch.zeros(1, device=world.device), group=self.sync.resharder.group)
         self.reshard_of = cache(self._resharder)
 
     def _resharder(self, transport: Literal["auto", "collective"]) -> Resharder:
@@ -201,7 +201,7 @@ class Bench:
             self.sync.resharder.plan,
             self.model.parameters(),
             self.parameters,
-            self.model.groups.copy,
+            self.sync.resharder.group,
             transport=transport,
             bucket_bytes=256 * MIB,
         )

@@ -11,7 +11,7 @@ from megarl.parallel.layout import GenerationLayout
 from megarl.reshard.execute import Resharder, ReshardStatistics
 from megarl.reshard.plan import plan_reshard
 from megarl.reshard.shared import SharedParameters
-from megarl.reshard.sides import engine_side
+from megarl.reshard.sides import blocks, engine_side
 from megarl.reshard.verify import verify as compare_ends
 from megarl.roles.model import MegatronModel
 from megarl.rollout.engine import Engine
@@ -54,7 +54,7 @@ class WeightSync:
             plan.without(shared.places),
             model.parameters(),
             destination,
-            model.groups.copy,
+            model.groups.group_in(blocks(model.side, target)),
             transport=reshard.transport,
             bucket_bytes=reshard.bucket_bytes,
             buffers=buffers(model.arch),

@@ -40,11 +40,7 @@ def generation_groups(world: World, layout: GenerationLayout) -> GenerationGroup
     if layout.tp == 1:
         return GenerationGroups(world=world, layout=layout, tp=None, control=None)
 
-    def replica(backend: str | None) -> dist.ProcessGroup:
-        groups = [world.new_group(layout.replica_ranks(i), backend) for i in range(layout.replicas)]
-        return groups[layout.coords(world.rank).replica]
-
-    tp = replica(None)
-    return GenerationGroups(
-        world=world, layout=layout, tp=tp, control=tp if world.device.type == "cpu" else replica("gloo")
-    )
+    replicas = [layout.replica_ranks(i) for i in range(layout.replicas)]
+    tp = world.new_groups(replicas)
+    control = tp if world.device.type == "cpu" else world.new_groups(replicas, "gloo")
+    return GenerationGroups(world=world, layout=layout, tp=tp, control=control)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -37,12 +37,10 @@ class MegatronState:
 
     Attributes:
         pgs: its groups.
-        copy: the ranks of this rank's copy of the model.
         set_aside: its modules' globals of this layout, while those of another are in place; None: these are.
     """
 
     pgs: ProcessGroupCollection
-    copy: dist.ProcessGroup
     set_aside: dict[str, Any] | None = None
 
 
@@ -56,13 +54,11 @@ class TrainGroups:
 
     Attributes:
         pgs: Megatron-Core's groups, passed explicitly to everything below.
-        copy: the ranks that hold this rank's copy of the model (`TrainLayout.copies`).
     """
 
     world: World
     layout: TrainLayout
     pgs: ProcessGroupCollection
-    copy: dist.ProcessGroup
 
     @property
     def of_same_tokens(self) -> tuple[dist.ProcessGroup, ...]:
@@ -82,6 +78,19 @@ class TrainGroups:
             yield
         finally:
             _exchange(state, before)
+
+    def group_in(self, parts: Sequence[tuple[int, ...]]) -> dist.ProcessGroup:
+        """Group this rank with the others of its part: Megatron-Core has such groups where parts hold a model each,
+        unless some experts are on ranks of their own. Every rank calls it.
+
+        Args:
+            parts: each rank is in one.
+        """
+        if parts[0] == self.layout.model_ranks(self.layout.ranks.start):
+            return self.pgs.mp
+        group = self.world.new_groups(parts)
+        assert group is not None
+        return group
 
 
 def in_its_layout(method: Callable[P, T]) -> Callable[P, T]:
@@ -109,7 +118,7 @@ def train_groups(world: World, layout: TrainLayout, seed: int = 1) -> TrainGroup
     if layout not in _STATES:
         _STATES[layout] = _first_state(world, layout, seed) if not _STATES else _further_state(world, layout, seed)
     state = _STATES[layout]
-    return TrainGroups(world=world, layout=layout, pgs=state.pgs, copy=state.copy)
+    return TrainGroups(world=world, layout=layout, pgs=state.pgs)
 
 
 @contextmanager
@@ -168,16 +177,7 @@ def _first_state(world: World, layout: TrainLayout, seed: int) -> MegatronState:
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     world.note(*(group for group in parallel_state._global_process_group_list or () if group is not None))
-    pgs = ProcessGroupCollection.use_mpu_process_groups()
-    return MegatronState(pgs=pgs, copy=_copy_group(world, layout, pgs))
-
-
-def _copy_group(world: World, layout: TrainLayout, pgs: ProcessGroupCollection) -> dist.ProcessGroup:
-    """Group the ranks of each copy; Megatron-Core has such a group where no expert is on ranks of its own."""
-    if layout.copies[0] == layout.model_ranks(layout.ranks.start):
-        return pgs.mp
-    groups = {ranks: world.new_group(ranks) for ranks in layout.copies}
-    return next(group for ranks, group in groups.items() if world.rank in ranks)
+    return MegatronState(pgs=ProcessGroupCollection.use_mpu_process_groups())
 
 
 def _further_state(world: World, layout: TrainLayout, seed: int) -> MegatronState:

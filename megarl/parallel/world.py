@@ -6,7 +6,7 @@ Every exchange is watched: a rank that waits in one says for what, and the wait 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -85,6 +85,15 @@ class World:
         group = dist.new_group(ranks, backend=backend)
         self.note(group)
         return group
+
+    def new_groups(self, parts: Iterable[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup | None:
+        """Make a group of each of some parts of the ranks; returns this rank's. Every rank of the job calls it.
+
+        Args:
+            parts: no two have a rank in common.
+        """
+        groups = [self.new_group(ranks, backend) for ranks in parts]
+        return next((group for group in groups if group != dist.GroupMember.NON_GROUP_MEMBER), None)
 
     def note(self, *groups: dist.ProcessGroup) -> None:
         """Note groups that others made over these ranks, for `leave`."""

@@ -51,7 +51,7 @@ class Resharder:
         plan: of this rank.
         source: training parameters by the names of `training_placements`; empty on a rank that only takes.
         destination: engine parameters by the names of `engine_placements`; empty on a rank that only gives.
-        group: the ranks of this rank's block, see `plan`.
+        group: the ranks of this rank's block, see `sides.blocks`.
         transport: `actor_rollout_ref.reshard.transport`.
         bucket_bytes: see `CollectiveTransport`.
         buffers: names of the logical tensors that are float32 on both sides, whatever the type of the weights.

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 from megarl.models.placements import Placement
 from megarl.models.tensors import Box, even_share, intersect, relative, volume
 from megarl.reshard.repeat import RepeatedPlacement, Repetitions, expert_of, layer_of, repetitions
-from megarl.reshard.sides import Side
+from megarl.reshard.sides import Side, copies_of_ranks
 
 Pieces = tuple["Piece", ...]
 """In the order in which they travel."""
@@ -214,10 +214,8 @@ class _Block:
     """
 
     def __init__(self, source: Side, target: Side, rank: int, ranks_per_node: int) -> None:
-        copies = {r: number for number, ranks in enumerate(source.copies) for r in ranks}
+        copies = copies_of_ranks(source, target)
         takers = sorted(r for ranks in target.copies for r in ranks)
-        without = [r for r in takers if r not in copies]
-        copies |= {r: i * len(source.copies) // len(without) for i, r in enumerate(without)}
         self.holders = source.copies[copies[rank]]
         self.place = {r: target.place(r) for r in takers if copies[r] == copies[rank]}
         self._node = {r: r // ranks_per_node for r in (*self.holders, *self.place)}

@@ -85,3 +85,18 @@ def engine_side(arch: Architecture, layout: GenerationLayout, vocab_rows: int | 
         runs=Runs(experts=layout.split.expert_parts(arch.num_experts)),
         vocab_rows=vocab_rows or arch.padded_vocab_size(layout.tp) // layout.tp,
     )
+
+
+def copies_of_ranks(source: Side, target: Side) -> dict[int, int]:
+    """Number the copy of the source's model that each rank belongs to or, where it belongs to none, takes from."""
+    copies = {r: number for number, ranks in enumerate(source.copies) for r in ranks}
+    without = sorted(r for ranks in target.copies for r in ranks if r not in copies)
+    return copies | {r: i * len(source.copies) // len(without) for i, r in enumerate(without)}
+
+
+def blocks(source: Side, target: Side) -> list[tuple[int, ...]]:
+    """List the ranks, ascending, of each copy of the source's model together with those that take from it."""
+    members: dict[int, list[int]] = {number: [] for number in range(len(source.copies))}
+    for rank, number in sorted(copies_of_ranks(source, target).items()):
+        members[number].append(rank)
+    return [tuple(ranks) for ranks in members.values()]
