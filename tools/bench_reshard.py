@@ -44,11 +44,13 @@ from megarl.config import Config, ConfigError
 from megarl.config.load import build_config
 from megarl.hybrid.weight_sync import WeightSync
 from megarl.models.architecture import Architecture
+from megarl.models.weights import EMBEDDING
 from megarl.parallel.generation_groups import generation_groups
 from megarl.parallel.train_groups import leave_groups
 from megarl.parallel.world import World, init_distributed
 from megarl.reshard.execute import Resharder
 from megarl.reshard.shared import SharedParameters
+from megarl.reshard.sides import engine_side
 from megarl.reshard.transport import copies
 from megarl.reshard.verify import verify
 from megarl.roles.model import DTYPES, MegatronModel
@@ -188,9 +190,10 @@ class Bench:
         )
         self.engine = engine_kind(ours.rollout.name).build(settings)
         self.engine.wake(weights_only=True)
-        self.sync = WeightSync(self.model, self.engine, layout, shared, ours.reshard)
-        self.sync.release()
         self.parameters = self.engine.parameters()
+        target = engine_side(arch, layout, len(self.parameters[EMBEDDING]))
+        self.sync = WeightSync(self.model, self.engine, target, shared, ours.reshard)
+        self.sync.release()
         self.own = [parameter for name, parameter in self.parameters.items() if name not in shared.places]
         # training needs the group's communicator as well: it is no extra memory of a reshard
         dist.all_reduce(torch.zeros(1, device=world.device), group=self.sync.resharder.group)

@@ -19,14 +19,17 @@ from megarl.config.policy import ReshardConfig, RolloutConfig
 from megarl.environments.episodes import Episodes
 from megarl.hybrid.residency import Residency
 from megarl.hybrid.weight_sync import WeightSync
+from megarl.models.weights import EMBEDDING
 from megarl.own_code import OwnCodeError
 from megarl.parallel.generation_groups import GenerationGroups
 from megarl.phases import Item, Phase
 from megarl.reshard.shared import SharedParameters
+from megarl.reshard.sides import engine_side
 from megarl.roles.model import MegatronModel
 from megarl.rollout.engine import EngineSettings
 from megarl.rollout.kinds import engine_kind
 from megarl.rollout.replicas import OnFinished, Quota, begin_rollouts, generate_rollouts
+from megarl.rollout.served import weights_of
 from megarl.rollout.speed import Speed
 from megarl.rollout.stop_strings import Decode
 from megarl.telemetry.timers import PhaseTimers
@@ -95,7 +98,8 @@ class Generation:
         self._sleep()  # no phase has room for an engine awake beside the training weights
         self.engine.wake(weights_only=True)
         actor.gather_parameters()
-        self.sync = WeightSync(actor, self.engine, groups.layout, shared, reshard)
+        engines = engine_side(actor.arch, groups.layout, len(weights_of(self.engine)[EMBEDDING]))
+        self.sync = WeightSync(actor, self.engine, engines, shared, reshard)
         self._sleep()
 
     @contextmanager

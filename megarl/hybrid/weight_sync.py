@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from megarl.config.policy import ReshardConfig
-from megarl.models.weights import EMBEDDING, buffers
-from megarl.own_code import OwnCodeError, form_of, name_of
-from megarl.parallel.layout import GenerationLayout
+from megarl.models.weights import buffers
 from megarl.reshard.execute import Resharder, ReshardStatistics
 from megarl.reshard.plan import plan_reshard
 from megarl.reshard.shared import SharedParameters
-from megarl.reshard.sides import blocks, engine_side
+from megarl.reshard.sides import Side, blocks
 from megarl.reshard.verify import verify as compare_ends
 from megarl.roles.model import MegatronModel
 from megarl.rollout.engine import Engine
@@ -28,32 +24,23 @@ class WeightSync:
         self,
         model: MegatronModel,
         engine: Engine,
-        layout: GenerationLayout,
+        target: Side,
         shared: SharedParameters,
         reshard: ReshardConfig,
     ) -> None:
         """Plan the moves. Every rank calls it, while the engine's weights are held.
 
         Args:
-            layout: of the engine.
-
-        Raises:
-            OwnCodeError: the engine does not give its weights.
+            target: of the engine.
         """
         self.shared, self._engine, self._always_verifies = shared, engine, reshard.verify
         self._verified = False
-        world, destination = model.groups.world, engine.parameters()
-        if not isinstance(destination, Mapping) or EMBEDDING not in destination:
-            raise OwnCodeError(
-                f"the engine {name_of(type(engine))}: parameters() must return all weights by name, {EMBEDDING} among "
-                f"them, not {form_of(destination)}"
-            )
-        target = engine_side(model.arch, layout, len(destination[EMBEDDING]))
+        world = model.groups.world
         plan = plan_reshard(model.side, target, world.rank, ranks_per_node=world.ranks_per_node)
         self.resharder = Resharder(
             plan.without(shared.places),
             model.parameters(),
-            destination,
+            engine.parameters(),
             model.groups.group_in(blocks(model.side, target)),
             transport=reshard.transport,
             bucket_bytes=reshard.bucket_bytes,

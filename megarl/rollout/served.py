@@ -6,6 +6,9 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
+from megarl.models.weights import EMBEDDING
 from megarl.own_code import OwnCodeError, form_of, name_of
 from megarl.rollout.engine import Engine, Request
 from megarl.types import Completion, Tokens
@@ -55,6 +58,21 @@ class Served:
             if problem := _problem(request, completion, reasons):
                 raise OwnCodeError(f"{self._name}: {method}() returned for request {key} {problem}")
         return completions
+
+
+def weights_of(engine: Engine) -> Mapping[str, Tensor]:
+    """Return the weights of an engine by name: see `Engine.parameters`.
+
+    Raises:
+        OwnCodeError: it does not give them.
+    """
+    weights: Any = engine.parameters()
+    if not isinstance(weights, Mapping) or EMBEDDING not in weights:
+        raise OwnCodeError(
+            f"the engine {name_of(type(engine))}: parameters() must return all weights by name, {EMBEDDING} among "
+            f"them, not {form_of(weights)}"
+        )
+    return weights
 
 
 def _problem(request: Request, completion: Any, reasons: Sequence[str | None]) -> str | None:
