@@ -183,7 +183,7 @@ def test_waiting_for_others_is_no_work() -> None:
 
 
 def test_speed_counts_what_the_policy_drew() -> None:
-    prompt, speed = Prompt(index=0, token_ids=(1,), row={}), Speed()
+    prompt, speed = Prompt(index=0, token_ids=(1,), row={}), Speed(ranks=1)
 
     def drawn(ids: list[int]) -> Tokens:
         return Tokens().drawn(ids, [-1.0] * len(ids))

@@ -52,7 +52,7 @@ def update_on(
     run.check_agreement(batch)
     run.log("", {"tokens": float(batch.lengths.sum())})
     (mini_batch,) = plan.mini_batches
-    run.records.pace.passed(batch, 3, plan.saved)
+    run.records.pace.passed(batch, 3, plan)
     with run.phase(Phase.UPDATE):
         return model.update(batch, mini_batch, loss)
 

@@ -45,7 +45,7 @@ class PolicyUpdate:
         """Take the optimizer steps of the batch, if the actor trains now; returns the batch with `old_logp`."""
         run, settings = self._run, self._run.config.actor_rollout_ref.actor
         passes = (3 * settings.ppo_epochs if self._trains else 0) + (batch.old_logp is not None)
-        run.records.pace.passed(batch, passes, plan.saved)
+        run.records.pace.passed(batch, passes, plan)
         if not self._trains:
             return batch
         trained = without_truncated(batch) if run.config.algorithm.overlong_filtering else batch

@@ -76,7 +76,7 @@ class Generation:
         """
         self._actor, self._rollout, self.groups = actor, rollout, groups
         self._residency, self._timers = residency, timers
-        self._episodes, self.speed, self._drawn_by = episodes, Speed(), drawn_by
+        self._episodes, self.speed, self._drawn_by = episodes, Speed(ranks=groups.layout.size), drawn_by
         self._weights_leave = actor.weights_leave
         shared = SharedParameters(
             actor.side, groups.layout, groups.world.rank, actor.parameters(), none=self._weights_leave

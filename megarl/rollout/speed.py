@@ -15,11 +15,13 @@ class Speed:
     """Counts tokens and seconds of a rank's calls of the engine since the last `collect`.
 
     Attributes:
+        ranks: that generate.
         tokens: that the policy drew, on all ranks.
         seconds: from the first request until all ranks had all responses.
         latencies: seconds from the first request until a response was finished, of those that this rank tells of.
     """
 
+    ranks: int
     tokens: int = 0
     seconds: float = 0.0
     latencies: list[float] = field(default_factory=list)
@@ -44,7 +46,7 @@ class Speed:
 
     def collect(self) -> Speed:
         """Return the counts, and count anew."""
-        taken = Speed(tokens=self.tokens, seconds=self.seconds, latencies=self.latencies)
+        taken = Speed(ranks=self.ranks, tokens=self.tokens, seconds=self.seconds, latencies=self.latencies)
         self.tokens, self.seconds, self.latencies = 0, 0.0, []
         return taken
 

@@ -17,6 +17,7 @@ from megarl.models.architecture import Architecture
 from megarl.parallel.watch import Wait
 from megarl.parallel.world import World
 from megarl.phases import Phase
+from megarl.roles.passes import StepPlan
 from megarl.rollout.speed import Speed
 from megarl.telemetry.gpu import GpuReading, GpuSampler, gpu_metrics
 from megarl.trainer.records.step_metrics import quantile
@@ -43,7 +44,7 @@ class Pace:
         Args:
             dtype: of the actor's matrix products.
         """
-        self._arch, self._world, self._host = arch, world, socket.gethostname()
+        self._arch, self._host = arch, socket.gethostname()
         self._peak: float | None = None
         self._gpu: GpuSampler | None = None
         if world.device.type == "cuda":
@@ -52,18 +53,18 @@ class Pace:
             self._gpu = GpuSampler(str(properties.uuid))
         self._parameters = active_parameter_count(arch) if self._peak else 0
         self._flops, self._sequences, self._tokens, self._saved = 0.0, 0, 0, 0
-        self._shares = False
+        self._ranks, self._shares = 0, False
 
-    def passed(self, batch: Batch, passes: float, saved: tuple[int, int] | None = None) -> None:
+    def passed(self, batch: Batch, passes: float, plan: StepPlan) -> None:
         """Count a batch that the actor's model computed with.
 
         Args:
             passes: over all of it, a forward one being 1 and a forward and backward one 3. Recomputation is none.
-            saved: see `StepPlan.saved`.
+            plan: of the batch.
         """
-        self._sequences += len(batch)
-        self._shares |= saved is not None
-        saved = saved or (0, 0)
+        self._sequences, self._ranks = self._sequences + len(batch), plan.layout.size
+        self._shares |= plan.saved is not None
+        saved = plan.saved or (0, 0)
         self._tokens, self._saved = self._tokens + int(batch.lengths.sum()), self._saved + saved[0]
         if self._peak:
             tokens = float(batch.lengths.sum() - saved[0])
@@ -99,7 +100,7 @@ class Pace:
         metrics = {
             **self._mfu(seconds),
             **({"perf/shared_prompt_tokens": self._saved / self._tokens} if self._shares and self._tokens else {}),
-            **(_speed_metrics(speed, len(ranks)) if speed else {}),
+            **(_speed_metrics(speed) if speed else {}),
             **_latencies([seconds for rank in ranks for seconds in rank.latencies]),
             **stragglers([rank.work for rank in ranks]),
             **gpu_metrics([rank.gpu for rank in ranks]),
@@ -115,7 +116,7 @@ class Pace:
         taken = sum(seconds.get(phase, 0.0) for phase in _OF_MFU)
         if not self._peak or not self._flops or not taken:
             return {}
-        return {"perf/mfu": self._flops / (taken * self._world.size * self._peak)}
+        return {"perf/mfu": self._flops / (taken * self._ranks * self._peak)}
 
 
 def stragglers(work: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -136,11 +137,11 @@ def stragglers(work: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return metrics
 
 
-def _speed_metrics(speed: Speed, ranks: int) -> dict[str, float]:
+def _speed_metrics(speed: Speed) -> dict[str, float]:
     if not speed.seconds:
         return {}
     rate = speed.tokens / speed.seconds
-    return {"perf/generated_tokens_per_s": rate, "perf/generated_tokens_per_s_per_gpu": rate / ranks}
+    return {"perf/generated_tokens_per_s": rate, "perf/generated_tokens_per_s_per_gpu": rate / speed.ranks}
 
 
 def _latencies(seconds: Sequence[float]) -> dict[str, float]:
