@@ -99,7 +99,7 @@ class Holders:
     @property
     def gives(self) -> bool:
         """Tell whether this rank gives its replica's tokens."""
-        return self.first[self.own] == self.ranks.rank
+        return self.ranks.rank in self.first
 
     def owners(self, holders: Iterable[int | None]) -> Owners:
         """Say who has the tokens of sequences, by the replica that holds each; None: this rank's."""
