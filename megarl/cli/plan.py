@@ -172,7 +172,7 @@ def _accelerator(args: argparse.Namespace, dtype: str) -> Accelerator:
 
 def _headline(job: Job) -> str:
     train, generation = job.train.with_layers(job.arch.num_layers), job.generation
-    model = f"{job.arch.family}, {_count(parameter_count(job.arch))} parameters, on {job.train.size} GPUs"
+    model = f"{job.arch.family}, {_count(parameter_count(job.arch))} parameters, on {job.ranks} GPUs"
     if not job.generates:
         return f"{model}: training {train}, {job.sequences} sequences a step"
     return f"{model}: training {train}, generation {generation} ({job.config.actor_rollout_ref.rollout.name})"
@@ -217,7 +217,7 @@ def _run_lines(job: Job, seconds: float) -> Iterator[str]:
     """Say what all steps cost, or one, where their number follows from rows that nobody reads here."""
     if math.isinf(seconds):
         return
-    steps, gpus = job.config.trainer.total_training_steps, job.train.size
+    steps, gpus = job.config.trainer.total_training_steps, job.ranks
     seconds *= steps or 1
     cost = f"{_time(seconds)} on {gpus} GPUs, {_amount(gpus * seconds / 3600)} GPU-hours"
     if steps is None:

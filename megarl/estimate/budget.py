@@ -212,6 +212,6 @@ def reshard_buffers(job: Job, moved: int) -> int:
         moved: bytes that one rank receives; it sends about as much.
     """
     reshard = job.config.actor_rollout_ref.reshard
-    if reshard.transport == "auto" and job.train.size <= job.gpus_per_node:
+    if reshard.transport == "auto" and job.ranks <= job.gpus_per_node:
         return TILE_ENTRY * (moved // (TILE_WORDS * WIDEST))
     return 2 * min(reshard.bucket_bytes, moved) * (2 if moved > reshard.bucket_bytes else 1)

@@ -25,6 +25,9 @@ from megarl.reshard.sides import Side, engine_side, training_runs, training_side
 from megarl.role_kinds import ACTOR
 from megarl.rollout.kinds import NATIVE, EngineKind, engine_kind
 
+TP_RANKS = 4
+"""Tensor-parallel ranks of a stage whose reshard is planned, spread evenly; and the last one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -79,6 +82,11 @@ class Job:
         return self.config.actor_rollout_ref.rollout.n if row == "prompts" else SEQUENCES[row]
 
     @property
+    def ranks(self) -> int:
+        """Count the ranks of the job."""
+        return self.config.trainer.world_size
+
+    @property
     def gpus_per_node(self) -> int:
         """Count the consecutive ranks that share a node."""
         return self.config.trainer.n_gpus_per_node
@@ -131,6 +139,15 @@ def engine_elements(arch: Architecture, split: TensorSplit) -> int:
     """Count the elements of the weights of a generation replica's first rank; no other rank of it has more."""
     times = repetitions(arch, Runs(experts=split.expert_parts(arch.num_experts)))
     return _elements(engine_placements(arch, split, 0, layers=times.layers, experts=times.experts), times)
+
+
+def ranks_unlike(job: Job) -> list[int]:
+    """List ranks of first, middle and last stage, of several tensor-parallel ranks and replicas."""
+    train = job.train
+    stages = sorted({0, train.pp // 2, train.pp - 1})
+    tp_ranks = sorted({k * train.tp // TP_RANKS for k in range(TP_RANKS)} | {train.tp - 1})
+    places = [(stage, tp) for stage in stages for tp in tp_ranks]
+    return [train.rank(tp=tp, dp=i % train.dp, pp=stage) for i, (stage, tp) in enumerate(places)]
 
 
 def shared_of_first_layers(job: Job, rank: int) -> dict[str, SharedPlace]:

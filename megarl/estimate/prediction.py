@@ -19,6 +19,7 @@ from megarl.estimate.job import (
     engine_elements,
     expert_elements,
     parameter_count,
+    ranks_unlike,
     recomputed_parameter_count,
     shared_of_first_layers,
 )
@@ -28,9 +29,6 @@ from megarl.models.architecture import Architecture
 from megarl.models.sizes import attention_flops, state_bytes
 from megarl.phases import Phase
 from megarl.reshard.traffic import Traffic, reshard_traffic
-
-TP_RANKS = 4
-"""Tensor-parallel ranks of a stage whose reshard is planned, spread evenly; and the last one."""
 
 MOST_BUBBLE = 0.2
 """Part of an update: pipeline stages that wait longer are worth a warning."""
@@ -49,19 +47,13 @@ class Lengths:
 
 
 def reshard_of_some_ranks(job: Job) -> dict[int, Traffic]:
-    """Plan the traffic of ranks of first, middle and last stage, of several tensor-parallel ranks and replicas; none
-    of a run that generates nothing."""
+    """Plan the traffic of `ranks_unlike` each other; none of a run that generates nothing."""
     if not job.generates:
         return {}
-    train = job.train
-    stages = sorted({0, train.pp // 2, train.pp - 1})
-    tp_ranks = sorted({k * train.tp // TP_RANKS for k in range(TP_RANKS)} | {train.tp - 1})
-    places = [(stage, tp) for stage in stages for tp in tp_ranks]
-    ranks = [train.rank(tp=tp, dp=i % train.dp, pp=stage) for i, (stage, tp) in enumerate(places)]
     ends, per_node = (job.training, job.engines), job.gpus_per_node
     return {
         rank: reshard_traffic(*ends, rank, ranks_per_node=per_node, places=shared_of_first_layers(job, rank))
-        for rank in ranks
+        for rank in ranks_unlike(job)
     }
 
 
@@ -222,7 +214,7 @@ def layout_warnings(job: Job, lengths: Lengths, cache: CacheRoom | None) -> list
     warnings = []
     others = ((model.name, model.layout.tp) for model in job.other_models)
     for what, tp in (("training", job.train.tp), ("generation", generation.tp), *others):
-        if job.gpus_per_node % tp and job.train.size > job.gpus_per_node:
+        if job.gpus_per_node % tp and job.ranks > job.gpus_per_node:
             warnings.append(
                 f"{what} TP{tp} spans nodes of {job.gpus_per_node} GPUs: every layer then waits for the network"
             )

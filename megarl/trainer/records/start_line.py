@@ -17,7 +17,7 @@ def start_line(inputs: Inputs, world: World, trained: Sequence[TrainedModel], ge
     layouts = f"training {train.with_layers(inputs.arch.num_layers)}"
     if generations:
         layouts += f", generation {engine}"
-    parts = [f"{layouts} on {train.size} {world.device.type} ranks"]
+    parts = [f"{layouts} on {world.size} {world.device.type} ranks"]
     if trained:
         engines = "".join(_engine(inputs, generation) for generation in generations)
         parts.append(f"{inputs.arch.family} with {trained[0].kernels}{engines}")
