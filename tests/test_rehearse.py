@@ -25,11 +25,10 @@ from megarl.models.parts.grouped_query import GroupedQuery
 from megarl.parallel.experts import TensorSplit
 from megarl.parallel.layout import TrainLayout
 from megarl.rehearsal.room import layouts
-from megarl.rehearsal.small_keys import with_ranks
 from megarl.rehearsal.small_model import Splits, small_config
 from megarl.rehearsal.small_run import SmallRunMaker
 from megarl.trainer.admission.checks import check_run
-from megarl.trainer.layouts import train_layout
+from megarl.trainer.layouts import train_layout, with_ranks
 
 RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))
 

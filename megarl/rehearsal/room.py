@@ -12,9 +12,8 @@ from megarl.estimate.accelerator import H200
 from megarl.estimate.budget import budget
 from megarl.host import host_memory
 from megarl.models.families import read_architecture
-from megarl.rehearsal.small_keys import with_ranks
 from megarl.rollout.kinds import NATIVE, engine_kind
-from megarl.trainer.layouts import train_layout
+from megarl.trainer.layouts import train_layout, with_ranks
 from megarl.trainer.memory import job_of
 
 SHARED_BYTES = 512 * 2**20

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.config import Config
-from megarl.config.load import build_config
 from megarl.config.profiler import ProfilerConfig
 from megarl.config.reward import BY_MODEL
 from megarl.flow_kinds import generates
 from megarl.parallel.layout import TrainLayout
-from megarl.trainer.layouts import generation_layout, train_layout
+from megarl.trainer.layouts import train_layout
 from megarl.trainer.needs import needs_of
 
 STEPS, WARMUP_STEPS = 3, 2
@@ -21,20 +20,6 @@ SENT_AWAY = ("wandb", "mlflow", "prometheus")
 """Values of `trainer.logger` that would show the rehearsal to others."""
 NOT_REPEATED = ("console", "jsonl", *SENT_AWAY)
 _OTHERS = ("critic", "reward_model", "teacher")
-
-
-def with_ranks(config: Config, dp: int) -> Config | None:
-    """Return the configuration on one machine with so many data-parallel ranks; None if its layouts do not divide."""
-    tree = config.model_dump()
-    tree["trainer"] |= {"nnodes": 1, "n_gpus_per_node": dp * train_layout(config).block_size}
-    changed = build_config(tree)
-    try:
-        generation_layout(changed)
-        for section in (changed.actor_rollout_ref.actor, changed.critic, changed.reward_model, changed.teacher):
-            train_layout(changed, section.megatron)
-    except ValueError:
-        return None
-    return changed
 
 
 def small_keys(config: Config, run_dir: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megarl.config import Config
+from megarl.config.load import build_config
 from megarl.config.policy import MegatronConfig, ModelConfig
 from megarl.flow_kinds import generates
 from megarl.models.architecture import Architecture
@@ -96,3 +97,17 @@ def generation_layout(config: Config) -> GenerationLayout:
     stride = closest_stride(train_layout(config), tp) if engine_kind(rollout.name).strided else 1
     ep = TensorSplit.of(tp, rollout).ep
     return GenerationLayout(ranks=range(config.trainer.world_size), tp=tp, stride=stride, ep=ep)
+
+
+def with_ranks(config: Config, dp: int) -> Config | None:
+    """Return the configuration on one machine with so many data-parallel ranks; None if its layouts do not divide."""
+    tree = config.model_dump()
+    tree["trainer"] |= {"nnodes": 1, "n_gpus_per_node": dp * train_layout(config).block_size}
+    changed = build_config(tree)
+    try:
+        generation_layout(changed)
+        for section in (changed.actor_rollout_ref.actor, changed.critic, changed.reward_model, changed.teacher):
+            train_layout(changed, section.megatron)
+    except ValueError:
+        return None
+    return changed
