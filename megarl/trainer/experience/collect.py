@@ -61,16 +61,30 @@ def collect(
         if config.algorithm.filter_groups.enable:
             rollouts, drawn = fill_batch(draw, score.functions, run)
         elif carry_over is not None:
-            rollouts = carry_over.next_batch(sampler.next, go_on, step)
+            rollouts = drawn = carry_over.next_batch(sampler.next, go_on, step)
             run.log("carry_over", carry_over.metrics())
         else:
-            rollouts = draw(0)
+            rollouts = drawn = draw(0)
         if greedy:
             best = replace(sampling, temperature=0.0, top_p=1.0, top_k=-1, routed_experts=False)
             prompts = rollouts.prompts
             best_guess = generation.rollouts(prompts, 1, best, seed=seed, round_=step, everywhere=False)
+    batch = batch_of_scored(run, score, rollouts, drawn, best_guess)
+    return batch.everywhere() if everywhere else batch
+
+
+def batch_of_scored(
+    run: Run, score: Scoring, rollouts: Rollouts, drawn: Rollouts, best_guess: Rollouts | None = None
+) -> Batch:
+    """Score responses and show some of them; returns them as a batch, of whose tokens each rank has what it has.
+
+    Args:
+        drawn: all responses that were generated. With `algorithm.filter_groups` they are scored by functions, and the
+            rollouts are some of them; else they are the rollouts.
+        best_guess: the greedy responses, one to each prompt.
+    """
     with run.phase(Phase.REWARD):
-        if not config.algorithm.filter_groups.enable:
+        if not run.config.algorithm.filter_groups.enable:
             rollouts = drawn = score(rollouts)
         elif score.model is not None:
             rollouts = drawn = score.model(rollouts)
@@ -80,8 +94,7 @@ def collect(
             run.score_metrics()  # what is logged is of the samples
     _show(run, rollouts, drawn)
     run.log("reward", details)
-    batch = _batch(run, rollouts, best_guess)
-    return batch.everywhere() if everywhere else batch
+    return _batch(run, rollouts, best_guess)
 
 
 def comparable(rollouts: Rollouts, best_guess: Rollouts) -> Rollouts:
