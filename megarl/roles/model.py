@@ -95,8 +95,7 @@ class MegatronModel:
             transformer_engine=fused,
             overrides=megatron.override_transformer_config,
         )
-        with groups.active():
-            self.chunks = build_chunks(arch, self.transformer_config, groups, self.layers)
+        self.chunks = self.make_chunks()
         self.side = training_side(arch, groups.layout, self.layers.names)
         self.shard = SequenceShard.of(groups, sequence_parallel=self.transformer_config.sequence_parallel)
         self.router_losses: RouterLosses | None = None
@@ -118,6 +117,11 @@ class MegatronModel:
         """Make a language model's head, its vocabulary split over the tensor-parallel ranks."""
         vocab, tp = self.arch.vocab_size, self.groups.layout.tp
         return LMHead(shard=vocab_shard(vocab, self.arch.padded_vocab_size(tp), self.groups.pgs.tp))
+
+    def make_chunks(self) -> list[Any]:
+        """Make this rank's chunks of the model, all weights zero, before anything else holds their parameters."""
+        with self.groups.active():
+            return build_chunks(self.arch, self.transformer_config, self.groups, self.layers)
 
     def load(self, source: Source) -> None:
         """Fill the weights from logical tensors."""
