@@ -127,6 +127,74 @@ def test_the_gradient_norm_is_the_one_before_clipping(ranks: Ranks, clip_grad: f
     assert reported == pytest.approx(own, rel=1e-5) and own > 0
 
 
+def partly_frozen(case: Case, dtype: str) -> tuple[list[bool], dict[str, set[str]], list[int]]:
+    """Trains all but the embedding, which is the output layer, too, and the first layer.
+
+    Returns:
+        whether each parameter kept its bits through two updates, before which the weights left; the names of the
+        parameters with fp32 weights in a checkpoint, and of those that are trained; and the bytes that are said to be
+        saved, with those of weights, and of trained ones with their state.
+    """
+    from megarl.phases import Item
+    from megarl.roles.trained import Actor
+    from megarl.roles.writers import parameters_in
+
+    class PartlyFrozen(Actor):
+        def make_chunks(self) -> list[Any]:
+            chunks = super().make_chunks()
+            for chunk in chunks:
+                chunk.embedding.requires_grad_(False)
+                chunk.decoder.layers[0].requires_grad_(False)
+            return chunks
+
+    with actor_in(case, dtype=dtype, role=PartlyFrozen, lr=1e-2) as actor:
+        before = {name: p.detach().clone() for name, p in actor.parameters().items()}
+        losses = []
+        for _ in range(2):
+            for item in (Item.WEIGHTS, Item.OPTIMIZER):
+                for memory in actor.memory[item]:
+                    memory.release()
+            losses.append(update(actor, fixed_batch())["loss"])
+        assert losses[1] < losses[0]
+        actor.gather_parameters()
+        parameters = actor.parameters()
+        trained = {name: p for name, p in parameters.items() if p.requires_grad}
+        same = [torch.equal(p, before[name]) != p.requires_grad for name, p in parameters.items()]
+        chunk = actor.chunks[0]
+        state = actor.sharded_state(loading=False)
+        names = {id(p): name for name, p in chunk.named_parameters()}
+        stored = [names[id(weight.data)] for weight in parameters_in(state["model0"])]
+        steps = {stored[index] for index in state["optimizer"]["state"]}
+        replicas = actor.groups.layout.dp
+        weights = sum(p.nbytes // replicas for p in parameters.values())
+        expected = weights + 12 * sum(p.numel() // replicas for p in trained.values())
+        sizes = [actor.saved_bytes(), expected, actor.saved_bytes(optimizer=False), weights]
+        return same, {"state": steps, "trained": {name.removeprefix("0.") for name in trained}}, sizes
+
+
+OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
+@pytest.mark.parametrize(
+    ("dp", "dtype", "megatron"),
+    [
+        (1, "float32", {}),
+        (1, "bfloat16", {"use_distributed_optimizer": False}),
+        (1, "bfloat16", LEAVING),
+        (2, "float32", OVERLAPS),
+    ],
+    ids=["", "whole", "leaving", "overlapping"],
+)
+def test_parameters_need_not_be_trained(ranks: Ranks, dp: int, dtype: str, megatron: dict[str, Any]) -> None:
+    """They stay as they are, also where trained ones are rebuilt from the optimizer's, and have no moments."""
+    case = Case(dp=dp, config={"actor": {"megatron": megatron}})
+    results = ranks.run(dp, partly_frozen, case, dtype)
+    for same, names, (said, expected, said_without, weights) in results:
+        assert all(same) and names["state"] <= names["trained"]
+        assert said == expected and said_without == weights
+    assert set().union(*(names["state"] for _, names, _ in results)) == results[0][1]["trained"]
+
+
 def test_one_rotary_table_serves_all_lengths() -> None:
     from megarl.models import attention
     from megarl.models.rope import rope_table

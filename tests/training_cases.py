@@ -261,14 +261,14 @@ def actor_in(
     arch: Architecture = ARCH,
     dtype: str = "float32",
     *,
-    role: str = "Actor",
+    role: str | type = "Actor",
     total_steps: int = 4,
     **optim: Any,
 ) -> Iterator[Any]:
     """An actor with the same random weights in every layout, inside an initialised world.
 
     Args:
-        role: another role that is trained.
+        role: another role that is trained, or a class of one.
         optim: keys of its optimizer.
     """
     from megarl.parallel.train_groups import leave_groups, train_groups
@@ -300,7 +300,7 @@ def layout_of(case: Case) -> TrainLayout:
 
 
 def _model_in(
-    groups: Any, case: Case, arch: Architecture, dtype: str, *, role: str, total_steps: int, **optim: Any
+    groups: Any, case: Case, arch: Architecture, dtype: str, *, role: str | type, total_steps: int, **optim: Any
 ) -> Any:
     import megarl
     from megarl.config.policy import ActorRolloutRefConfig, OptimConfig
@@ -312,7 +312,7 @@ def _model_in(
             **case.config,
         }
     )
-    model = getattr(megarl, role)(
+    model = (getattr(megarl, role) if isinstance(role, str) else role)(
         arch,
         groups,
         model=config.model,

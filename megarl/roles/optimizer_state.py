@@ -68,7 +68,10 @@ class Slots:
                 self._whole |= dict.fromkeys(master_weights(part), part.optimizer)
 
     def of(self, parameter: Tensor) -> Slot | None:
-        """Find the slot of a model parameter; None if other data-parallel ranks have all of its state."""
+        """Find the slot of a model parameter; None if it is not trained, or other data-parallel ranks have all of its
+        state."""
+        if not parameter.requires_grad:
+            return None
         if (part := self._distributed.get(parameter)) is not None:
             if parameter not in part.model_param_group_index_map:
                 return None
@@ -78,7 +81,7 @@ class Slots:
                 main=part.optimizer.param_groups[group]["params"][order], adam=part.optimizer, start=start, stop=stop
             )
         main = getattr(parameter, "main_param", parameter)
-        assert main in self._whole, "a parameter that no optimizer steps has no state to save or to load"
+        assert main in self._whole, "no optimizer steps a parameter that is trained: it has no state to save or to load"
         return Slot(main=main, adam=self._whole[main], start=0, stop=parameter.numel())
 
     def splits(self, parameter: Tensor) -> bool:

@@ -235,7 +235,7 @@ class TrainedModel(MegatronModel):
 
     def saved_bytes(self, *, optimizer: bool = True) -> int:
         """See `MegatronModel.saved_bytes`; fp32 weights and two moments beside the weights."""
-        stepped = sum(p.numel() // self._replicas(p) for p in self.parameters().values()) if optimizer else 0
+        stepped = sum(p.numel() // self._replicas(p) for p in self._trained()) if optimizer else 0
         return super().saved_bytes() + 3 * torch.float32.itemsize * stepped
 
     def sharded_state(self, prefix: str = "", *, loading: bool, optimizer: bool = True) -> dict[str, Any]:
@@ -257,7 +257,7 @@ class TrainedModel(MegatronModel):
 
     def output_weight(self, model: Any) -> Tensor:
         weight = super().output_weight(model)
-        if self._overlaps_gather and model in self.ddp:
+        if self._overlaps_gather and weight.requires_grad and model in self.ddp:
             # Megatron-Core waits for parameters as their module is called, and the output layer's never is
             model.param_to_bucket_group[weight].finish_param_sync(skip_next_bucket_dispatch=True)
         return weight
@@ -274,12 +274,13 @@ class TrainedModel(MegatronModel):
         return weights
 
     def _weights_that_leave(self) -> Resident:
-        def weights() -> Iterator[Tensor]:
-            yield from (p for p in self.parameters().values() if isinstance(p, torch.nn.Parameter))
+        if all(p.dtype == torch.bfloat16 for p in self._trained()):
+            return Rebuilt(self._trained, self.optimizer.masters, self.optimizer.rebuild_weights)
+        return OnHost(self._trained)
 
-        if all(p.dtype == torch.bfloat16 for p in weights()):
-            return Rebuilt(weights, self.optimizer.masters, self.optimizer.rebuild_weights)
-        return OnHost(weights)
+    def _trained(self) -> Iterator[Tensor]:
+        """List the parameters that the optimizer steps: it has no fp32 weights of any others."""
+        return (p for model in self.ddp for p in model.parameters() if p.requires_grad)
 
     def _gradient_buffers(self) -> Iterator[Tensor]:
         for model in self.ddp:
