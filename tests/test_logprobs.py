@@ -128,6 +128,36 @@ def test_a_gradient_that_has_arrived_takes_no_memory(ranks: Ranks, dtype: torch.
     assert ranks.run(1, _arriving, dtype, True) == [(True, True)]
 
 
+def _frozen(by_chunks: bool) -> bool:
+    """Whether the hidden states' gradient has the same bits where the output weight has none."""
+    from megarl.models import logprobs
+
+    hidden, weight, labels, pull = _inputs(torch.float32)
+    shard, gradients = logprobs.vocab_shard(VOCAB, VOCAB, dist.group.WORLD), []
+    for trained in (True, False):
+        states = hidden.clone().requires_grad_()
+        head = states, weight.clone().requires_grad_(trained), labels, shard
+        add = logprobs.add_weight_gradient
+        if not trained:
+            logprobs.add_weight_gradient = None  # type: ignore[assignment]
+        try:
+            if by_chunks:
+                loss = lambda logp, entropy, part: logp.dot(pull[0][part])  # noqa: E731
+                logprobs.token_loss(*head, loss, temperature=1.0, chunk_size=7).backward()
+            else:
+                logprobs.token_log_probs(*head, temperature=1.0, chunk_size=7)[0].dot(pull[0]).backward()
+        finally:
+            logprobs.add_weight_gradient = add
+        assert states.grad is not None
+        gradients.append(states.grad)
+    return torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("by_chunks", [True, False])
+def test_a_frozen_output_weight_takes_no_gradient(ranks: Ranks, by_chunks: bool) -> None:
+    assert ranks.run(1, _frozen, by_chunks) == [True]
+
+
 def _output_weight_errors(temperature: float) -> dict[str, float]:
     """The output weight's gradient over four micro-batches of bf16, as a share of its norm away from float64."""
     from megarl.models.logprobs import token_log_probs, token_loss, vocab_shard

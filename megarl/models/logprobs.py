@@ -169,8 +169,7 @@ class _TokenLogProbs(torch.autograd.Function):
         if grad_logp is None:
             grad_logp = torch.zeros_like(entropy)
         grad_hidden = torch.empty_like(hidden)
-        main_grad: Tensor | None = getattr(head.weight, "main_grad", None)
-        grad_weight = torch.zeros_like(head.weight, dtype=torch.float32) if main_grad is None else main_grad
+        gradient = _Gradient(head.weight)
         for part in head.parts(len(hidden), ctx.chunk_size):
             grad_logits = head.grad_logits_(
                 head.logits(hidden[part]),
@@ -181,12 +180,10 @@ class _TokenLogProbs(torch.autograd.Function):
                 None if grad_entropy is None else grad_entropy[part],
             )
             torch.mm(grad_logits, head.weight, out=grad_hidden[part])
-            add_weight_gradient(grad_weight, grad_logits, hidden[part])
+            gradient.add(grad_logits, hidden[part])
             del grad_logits  # or the next chunk's logits would be a second one
         head.all_reduce(grad_hidden, dist.ReduceOp.SUM)
-        if main_grad is not None:
-            return grad_hidden, None, _arrived(head.weight), None, None
-        return grad_hidden, None, grad_weight.to(head.weight.dtype), None, None
+        return grad_hidden, None, gradient.result(), None, None
 
 
 class _TokenLoss(torch.autograd.Function):
@@ -202,8 +199,7 @@ class _TokenLoss(torch.autograd.Function):
     ) -> Tensor:
         total = hidden.new_zeros((), dtype=torch.float32)
         grad_hidden = torch.empty_like(hidden)
-        main_grad: Tensor | None = getattr(weight, "main_grad", None)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if main_grad is None else main_grad
+        gradient = _Gradient(weight)
         columns = head.columns(labels)
         for part in head.parts(len(hidden), chunk_size):
             logits = head.logits(hidden[part])
@@ -218,20 +214,38 @@ class _TokenLoss(torch.autograd.Function):
                 grad_logp = torch.zeros_like(normaliser)
             logits = head.grad_logits_(logits, columns[part], normaliser, entropy.detach(), grad_logp, grad_entropy)
             torch.mm(logits, weight, out=grad_hidden[part])
-            add_weight_gradient(grad_weight, logits, hidden[part])
+            gradient.add(logits, hidden[part])
             del logits  # or the next chunk's would be a second one
         head.all_reduce(grad_hidden, dist.ReduceOp.SUM)
-        ctx.weight, ctx.grad_hidden, ctx.grad_weight = weight, grad_hidden, grad_weight if main_grad is None else None
+        ctx.grad_hidden, ctx.gradient = grad_hidden, gradient
         return total
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        weight: Tensor = ctx.weight
-        gradient: Tensor | None = ctx.grad_weight
-        grad_weight = _arrived(weight) if gradient is None else gradient.mul_(grad_loss).to(weight.dtype)
-        grad_hidden = ctx.grad_hidden.mul_(grad_loss)
-        ctx.grad_hidden = ctx.grad_weight = None
+        grad_hidden, grad_weight = ctx.grad_hidden.mul_(grad_loss), ctx.gradient.result(grad_loss)
+        ctx.grad_hidden = ctx.gradient = None
         return grad_hidden, None, grad_weight, None, None, None
+
+
+class _Gradient:
+    """Adds up the gradient of the output weight in fp32: in its `main_grad`, where it has one; none if it is frozen."""
+
+    def __init__(self, weight: Any) -> None:
+        self._weight = weight
+        self._sum: Tensor | None = getattr(weight, "main_grad", None)
+        self._arrives = self._sum is not None
+        if weight.requires_grad and not self._arrives:
+            self._sum = torch.zeros_like(weight, dtype=torch.float32)
+
+    def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
+        if self._sum is not None:
+            add_weight_gradient(self._sum, grad_logits, hidden)
+
+    def result(self, scale: Tensor | float = 1.0) -> Tensor | None:
+        """Give autograd the gradient, times `scale` unless `main_grad` has it already."""
+        if self._sum is None:
+            return None
+        return _arrived(self._weight) if self._arrives else self._sum.mul_(scale).to(self._weight.dtype)
 
 
 def _arrived(weight: Any) -> Tensor:
