@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from considered_jobs import LLAMA_3_8B, job, slowed, with_output
+from considered_jobs import LLAMA_3_8B, QWEN3_235B, job, slowed, with_output
 from tiny_run import ROOT
 
 from megarl import role_kinds
@@ -18,6 +18,7 @@ from megarl.estimate.fit import what_does_not_fit, what_may_not_fit
 from megarl.estimate.job import Job, active_parameter_count, parameter_count, training_elements
 from megarl.estimate.prediction import Lengths, forward_flops, layout_warnings, step_seconds
 from megarl.models.sizes import LOGITS_CHUNK_BYTES
+from megarl.parallel.layout import TrainLayout
 from megarl.phases import Item, Phase
 from megarl.reshard.traffic import Traffic
 from megarl.trainer.memory import job_of
@@ -85,10 +86,20 @@ def test_a_run_without_other_models_is_predicted_as_before() -> None:
     assert [host_bytes(ours, stage) for stage in (0, 1)] == [0, 0]
 
 
-@pytest.mark.parametrize(("contents", "per_element"), [(["model", "optimizer"], 14), (["model"], 2)])
-def test_a_checkpoint_is_spread_over_all_ranks(contents: list[str], per_element: int) -> None:
-    """In bfloat16 2 bytes of an element, and 12 of its fp32 weight and moments."""
+@pytest.mark.parametrize(
+    ("dtype", "contents", "per_element"),
+    [
+        ("bfloat16", ["model", "optimizer"], 14),
+        ("bfloat16", ["model"], 2),
+        ("float32", ["model", "optimizer"], 16),
+        ("float32", ["model"], 4),
+    ],
+)
+def test_a_checkpoint_is_spread_over_all_ranks(dtype: str, contents: list[str], per_element: int) -> None:
+    """The weights' bytes of an element, and 12 of its fp32 weight and moments, which are written beside fp32 weights,
+    too."""
     sections: dict[str, Any] = {
+        "changes": {"model": {"dtype": dtype}},
         "checkpoint": {"save_contents": contents},
         "trainer": {"n_gpus_per_node": 8, "save_freq": 1},
     }
@@ -102,6 +113,13 @@ def test_a_checkpoint_is_spread_over_all_ranks(contents: list[str], per_element:
     assert 2**30 <= copied - checkpoint_bytes(run, 0) < 2**31 and copied % 2**30 == 0
     assert copy_bytes(considered(**sections | {"checkpoint": {"async_save": False}}), 0) == 0
     assert copy_bytes(considered(**sections | {"trainer": {"n_gpus_per_node": 8}}), 0) == 0
+
+
+def test_experts_are_written_by_the_ranks_that_have_them() -> None:
+    """With experts dealt out over 4 of 8 ranks, two ranks have each expert, and eight the rest."""
+    run = considered(checkpoint={"save_contents": ["model"]}, trainer={"n_gpus_per_node": 8, "save_freq": 1})
+    run = replace(run, arch=QWEN3_235B, train=TrainLayout(ranks=range(8), ep=4))
+    assert sum(checkpoint_bytes(run, 0) for _ in range(8)) == pytest.approx(2 * parameter_count(QWEN3_235B), rel=1e-6)
 
 
 def test_a_critic_in_another_layout() -> None:

@@ -23,8 +23,10 @@ from megarl.estimate.model_memory import (
     forward_and_backward,
     inputs_on_host,
     modes_of,
-    splits_optimizer,
+    reference_state,
+    reference_written,
     state_of,
+    written,
 )
 from megarl.models.sizes import STAGING_SLAB_BYTES, blocks_for, most_blocks, state_bytes
 from megarl.phases import Item, Phase
@@ -106,16 +108,8 @@ def checkpoint_bytes(job: Job, stage: int) -> int:
     """Count what a rank of a stage writes of a checkpoint: a replica's ranks share its tensors."""
     optimizer = "optimizer" in job.config.checkpoint.save_contents
     trained = [job.actor, *(model for model in job.other_models if model.mini_batch is not None)]
-    states = [(model, state_of(model, min(stage, model.layout.pp - 1))) for model in trained]
-    total = 0
-    for model, state in states:
-        replicas = model.layout.replicas
-        weights = state[item_name(model.role, Item.WEIGHTS)] // replicas
-        moments = state[item_name(model.role, Item.OPTIMIZER)] // (1 if splits_optimizer(model) else replicas)
-        total += weights + (moments if optimizer else 0)
-        if model is job.actor and job.reference:
-            total += weights
-    return total
+    models = sum(written(model, min(stage, model.layout.pp - 1), optimizer=optimizer) for model in trained)
+    return models + (reference_written(job.actor, stage) if job.reference else 0)
 
 
 def copy_bytes(job: Job, stage: int) -> int:
@@ -161,10 +155,8 @@ def policy_passes(job: Job, stage: int) -> dict[Phase, Items]:
 
 def _state(job: Job, stage: int) -> Items:
     """Count what all models hold on a rank of the policy's stage, with every memory mode off."""
-    actor = state_of(job.actor, stage)
-    copy = actor[item_name("actor", Item.WEIGHTS)]
-    reference = {item_name("reference", Item.WEIGHTS): copy} if job.reference else {}
-    return actor | reference | state_beside(job)
+    reference = reference_state(job.actor, stage) if job.reference else {}
+    return state_of(job.actor, stage) | reference | state_beside(job)
 
 
 def engine_activations(job: Job) -> int:

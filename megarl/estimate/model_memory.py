@@ -79,6 +79,25 @@ def state_of(model: ModelJob, stage: int) -> Items:
     return {item_name(model.role, item): nbytes for item, nbytes in items.items()}
 
 
+def reference_state(policy: ModelJob, stage: int) -> Items:
+    """Count what a rank of a stage holds of a policy's reference with every memory mode off: a copy of its weights."""
+    return {item_name("reference", Item.WEIGHTS): policy.itemsize * _elements(policy, stage)}
+
+
+def written(model: ModelJob, stage: int, *, optimizer: bool) -> int:
+    """Count the bytes that a rank of a stage writes of a trained model's checkpoint.
+
+    Args:
+        optimizer: with moments and fp32 weights, also where these are the model's own.
+    """
+    return (model.itemsize + (3 * FP32 if optimizer else 0)) * _share(model, stage)
+
+
+def reference_written(policy: ModelJob, stage: int) -> int:
+    """Count the bytes that a rank of a stage writes of a policy's reference."""
+    return policy.itemsize * _share(policy, stage)
+
+
 def masters_of(model: ModelJob, stage: int, phase: Phase) -> Items:
     """Count the fp32 weights from which others are rebuilt as a phase begins that does without the optimizer.
 
@@ -98,10 +117,15 @@ def _elements(model: ModelJob, stage: int, *, experts_alone: bool = False) -> in
 
 
 def _stepped(model: ModelJob, stage: int) -> int:
-    """Count the elements whose optimizer state a rank has: experts are on fewer ranks than the rest, or on more."""
+    """Count the elements whose optimizer state a rank has."""
+    splits = model.megatron.use_distributed_optimizer
+    return _share(model, stage) if splits else _elements(model, stage)
+
+
+def _share(model: ModelJob, stage: int) -> int:
+    """Count the elements that fall to a rank where the ranks that have the same ones split them: experts are on fewer
+    ranks than the rest, or on more."""
     elements, of_experts = _elements(model, stage), _elements(model, stage, experts_alone=True)
-    if not splits_optimizer(model):
-        return elements
     layout = model.layout
     return -(-(elements - of_experts) // layout.replicas) + -(-of_experts // layout.expert_dp)
 
@@ -109,11 +133,6 @@ def _stepped(model: ModelJob, stage: int) -> int:
 def _master(model: ModelJob) -> int:
     """Count the bytes of a master weight; fp32 weights are their own."""
     return FP32 if model.itemsize < FP32 else 0
-
-
-def splits_optimizer(model: ModelJob) -> bool:
-    """Say whether the data-parallel ranks split the optimizer's state."""
-    return model.megatron.use_distributed_optimizer
 
 
 def layers_in_flight(model: ModelJob, stage: int) -> int:
