@@ -358,7 +358,8 @@ def hybrid_of(actor: Any, max_model_len: int, reference: Any = None) -> Any:
     from megarl.telemetry.timers import PhaseTimers
 
     (case, config), residency, train = _MADE_AS[actor], Residency(), actor.groups.layout
-    stride, ep = closest_stride(train, case.gen_tp), TensorSplit.of(case.gen_tp, config.rollout).ep
+    stride = closest_stride(train, case.gen_tp)
+    ep = TensorSplit.of(case.gen_tp, whole_experts=config.rollout.enable_expert_parallel).ep
     layout = GenerationLayout(ranks=train.ranks, tp=case.gen_tp, stride=stride, ep=ep)
     residency.add(actor.kind, actor.memory)
     if reference is not None:

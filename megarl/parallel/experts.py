@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.config.policy import RolloutConfig
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertPlace:
@@ -40,9 +38,9 @@ class TensorSplit:
     ep: int = 1
 
     @staticmethod
-    def of(tp: int, rollout: RolloutConfig) -> TensorSplit:
-        """Divide layers over the ranks of a generation replica as configured."""
-        return TensorSplit(tp=tp, ep=tp if rollout.enable_expert_parallel else 1)
+    def of(tp: int, *, whole_experts: bool) -> TensorSplit:
+        """Divide layers over so many ranks: each has whole experts, or a share of every expert."""
+        return TensorSplit(tp=tp, ep=tp if whole_experts else 1)
 
     @property
     def expert_tp(self) -> int:
