@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -145,7 +144,9 @@ class CausalAttention(torch.nn.Module):
         """Attend: query [tokens, heads, dim] packed or [length, batch, heads, dim] -> the same, heads * dim last."""
         assert attention_mask is None and attention_bias is None, "causal masks only"
         query, key = self.rotated(query, key, packed_seq_params)
-        return self.exchange.attend(partial(self._attend, packed_seq_params), query, key, value).flatten(-2)
+        # the names are taken over: rotated tensors that were exchanged for others are freed before attention
+        query, key, value = self.exchange.before_attention(query, key, value)
+        return self.exchange.after_attention(self._attend(packed_seq_params, query, key, value)).flatten(-2)
 
     def _attend(self, packed: PackedSequences | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if packed is None:

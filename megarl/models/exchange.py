@@ -1,11 +1,10 @@
-"""Does what ranks that share sequences send each other around attention, for each `parallel.context.ContextKind`.
+"""Exchanges queries, keys and values between ranks that share sequences, for each `parallel.context.ContextKind`.
 
 Each rank has some tokens, with all heads of a tensor-parallel rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +15,6 @@ from torch import Tensor
 
 from megarl.parallel.context import ALL_GATHER, ALL_TO_ALL
 
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Attends with queries, keys and values, [n, ..., heads, dim] each."""
-
 
 @dataclass(frozen=True)
 class ExchangedHeads:
@@ -27,18 +23,28 @@ class ExchangedHeads:
 
     group: dist.ProcessGroup
 
-    def attend(self, attention: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Compute attention at this rank's tokens, [n, ..., heads, dim]. Every rank of the group calls it."""
-        size = self.group.size()
-        if size == 1:
-            return attention(query, key, value)
-        parts = (_Exchange.apply(_at_least(x, size), self.group, True) for x in (query, key, value))
-        out: Tensor = _Exchange.apply(attention(*parts), self.group, False)
-        return out
+    def before_attention(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Turn queries, keys and values of this rank's tokens, [n, ..., heads, dim] each, into those with which it
+        attends. Every rank of the group calls it."""
+        if self.group.size() == 1:
+            return query, key, value
+        return self._all_tokens(query), self._all_tokens(key), self._all_tokens(value)
+
+    def after_attention(self, out: Tensor) -> Tensor:
+        """Turn the output of attention into that at this rank's tokens, [n, ..., heads, dim]. Every rank of the group
+        calls it."""
+        if self.group.size() == 1:
+            return out
+        exchanged: Tensor = _Exchange.apply(out, self.group, False)
+        return exchanged
 
     def own_heads(self, values: Tensor) -> Tensor:
         """Take from values [heads, ...] those of the heads with which this rank attends."""
         return values.chunk(self.group.size())[self.group.rank()]
+
+    def _all_tokens(self, x: Tensor) -> Tensor:
+        exchanged: Tensor = _Exchange.apply(_at_least(x, self.group.size()), self.group, True)
+        return exchanged
 
 
 @dataclass(frozen=True)
@@ -47,13 +53,21 @@ class GatheredKeys:
 
     group: dist.ProcessGroup
 
-    def attend(self, attention: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `ExchangedHeads.attend`."""
-        return attention(query, *(gather_from_sequence_parallel_region(x, group=self.group) for x in (key, value)))
+    def before_attention(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `ExchangedHeads.before_attention`."""
+        return query, self._gathered(key), self._gathered(value)
+
+    def after_attention(self, out: Tensor) -> Tensor:
+        """See `ExchangedHeads.after_attention`."""
+        return out
 
     def own_heads(self, values: Tensor) -> Tensor:
         """See `ExchangedHeads.own_heads`."""
         return values
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        gathered: Tensor = gather_from_sequence_parallel_region(x, group=self.group)
+        return gathered
 
 
 EXCHANGES: dict[str, type[ExchangedHeads] | type[GatheredKeys]] = {
