@@ -358,9 +358,9 @@ def hybrid_of(actor: Any, max_model_len: int, reference: Any = None) -> Any:
     from megarl.telemetry.timers import PhaseTimers
 
     (case, config), residency, train = _MADE_AS[actor], Residency(), actor.groups.layout
+    split = TensorSplit.of_replica(case.gen_tp, enable_expert_parallel=config.rollout.enable_expert_parallel)
     stride = closest_stride(train, case.gen_tp)
-    ep = TensorSplit.of(case.gen_tp, whole_experts=config.rollout.enable_expert_parallel).ep
-    layout = GenerationLayout(ranks=train.ranks, tp=case.gen_tp, stride=stride, ep=ep)
+    layout = GenerationLayout(ranks=train.ranks, tp=case.gen_tp, stride=stride, ep=split.ep)
     residency.add(actor.kind, actor.memory)
     if reference is not None:
         residency.add(reference.kind, reference.memory)

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     config = load_config(subject.recorded) if subject.recorded else None
     rollout = config.actor_rollout_ref.rollout if config else RolloutConfig()
     tp = rollout.tensor_model_parallel_size if args.tp is None else args.tp
-    split = TensorSplit.of(tp, whole_experts=rollout.enable_expert_parallel)
+    split = TensorSplit.of_replica(tp, enable_expert_parallel=rollout.enable_expert_parallel)
     length = arch.max_position_embeddings if args.max_model_len is None else args.max_model_len
     _check(arch, split, length, args.chat_template)
     if "model_type" not in read_config(subject.folder):

@@ -38,9 +38,9 @@ class TensorSplit:
     ep: int = 1
 
     @staticmethod
-    def of(tp: int, *, whole_experts: bool) -> TensorSplit:
-        """Divide layers over so many ranks: each has whole experts, or a share of every expert."""
-        return TensorSplit(tp=tp, ep=tp if whole_experts else 1)
+    def of_replica(tp: int, *, enable_expert_parallel: bool) -> TensorSplit:
+        """Divide layers over the ranks of a generation replica, as `rollout.enable_expert_parallel` says."""
+        return TensorSplit(tp=tp, ep=tp if enable_expert_parallel else 1)
 
     @property
     def expert_tp(self) -> int:

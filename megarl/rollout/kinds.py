@@ -65,7 +65,7 @@ class EngineKind:
         """Bound the bytes that a rank's forward passes and sampler hold beside weights and KV cache."""
         return native_activation_bytes(
             arch,
-            TensorSplit.of(tp, whole_experts=rollout.enable_expert_parallel),
+            TensorSplit.of_replica(tp, enable_expert_parallel=rollout.enable_expert_parallel),
             itemsize=itemsize,
             max_num_seqs=rollout.max_num_seqs,
             max_num_batched_tokens=rollout.max_num_batched_tokens,

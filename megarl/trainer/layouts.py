@@ -95,7 +95,7 @@ def generation_layout(config: Config) -> GenerationLayout:
     rollout = config.actor_rollout_ref.rollout
     tp = rollout.tensor_model_parallel_size
     stride = closest_stride(train_layout(config), tp) if engine_kind(rollout.name).strided else 1
-    ep = TensorSplit.of(tp, whole_experts=rollout.enable_expert_parallel).ep
+    ep = TensorSplit.of_replica(tp, enable_expert_parallel=rollout.enable_expert_parallel).ep
     return GenerationLayout(ranks=range(config.trainer.world_size), tp=tp, stride=stride, ep=ep)
 
 

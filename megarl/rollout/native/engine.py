@@ -77,7 +77,7 @@ class NativeEngine(Engine):
         records_routing: bool = False,
     ) -> None:
         tp = 1 if tp_group is None else tp_group.size()
-        self._split = split = TensorSplit(tp=tp, ep=tp if enable_expert_parallel else 1)
+        self._split = split = TensorSplit.of_replica(tp, enable_expert_parallel=enable_expert_parallel)
         arch.check_generation(split)
         self._arch, self._tp_group, self._dtype, self._device = arch, tp_group, dtype, torch.device(device)
         self._max_num_seqs, self._max_num_batched_tokens = max_num_seqs, max_num_batched_tokens

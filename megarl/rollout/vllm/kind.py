@@ -48,7 +48,7 @@ class VLLMKind(EngineKind):
     def activation_bytes(
         self, rollout: RolloutConfig, arch: Architecture, *, tp: int, itemsize: int, max_model_len: int
     ) -> int:
-        split = TensorSplit.of(tp, whole_experts=rollout.enable_expert_parallel)
+        split = TensorSplit.of_replica(tp, enable_expert_parallel=rollout.enable_expert_parallel)
         layer = layer_activations(arch, split, sequence_parallel=False)
         sampler = sampler_bytes(arch, max_num_seqs=rollout.max_num_seqs, itemsize=itemsize)
         return int(itemsize * rollout.max_num_batched_tokens * layer) + sampler
