@@ -47,7 +47,7 @@ class Lengths:
 
 
 def reshard_of_some_ranks(job: Job) -> dict[int, Traffic]:
-    """Plan the traffic of `ranks_unlike` each other; none of a run that generates nothing."""
+    """Plan the traffic of the ranks that `ranks_unlike` lists; none of a run that generates nothing."""
     if not job.generates:
         return {}
     ends, per_node = (job.training, job.engines), job.gpus_per_node

@@ -31,7 +31,7 @@ class WeightSync:
         """Plan the moves. Every rank calls it, while the engine's weights are held.
 
         Args:
-            target: of the engine.
+            target: describes the weights of the engines of all ranks.
         """
         self.shared, self._engine, self._always_verifies = shared, engine, reshard.verify
         self._verified = False

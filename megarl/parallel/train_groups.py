@@ -62,7 +62,8 @@ class TrainGroups:
 
     @property
     def of_same_tokens(self) -> tuple[dist.ProcessGroup, ...]:
-        """List groups over which, one after another, a sum is that over the ranks that have the same tokens."""
+        """List the groups that together join the ranks with the same tokens: sums over each, one after another, are a
+        sum over all of these ranks."""
         return self.pgs.tp, self.pgs.pp, self.pgs.cp
 
     @contextmanager
@@ -80,8 +81,9 @@ class TrainGroups:
             _exchange(state, before)
 
     def group_in(self, parts: Sequence[tuple[int, ...]]) -> dist.ProcessGroup:
-        """Group this rank with the others of its part: Megatron-Core has such groups where parts hold a model each,
-        unless some experts are on ranks of their own. Every rank calls it.
+        """Return a group of the ranks of this rank's part. Every rank calls it.
+
+        It is Megatron-Core's where the parts are those of `TrainLayout.model_ranks`; else it is made.
 
         Args:
             parts: each rank is in one.

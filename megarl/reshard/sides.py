@@ -88,7 +88,7 @@ def engine_side(arch: Architecture, layout: GenerationLayout, vocab_rows: int | 
 
 
 def copies_of_ranks(source: Side, target: Side) -> dict[int, int]:
-    """Number the copy of the source's model that each rank belongs to or, where it belongs to none, takes from."""
+    """Give, by rank, the number of the source's copy that it belongs to; or takes from, where it belongs to none."""
     copies = {r: number for number, ranks in enumerate(source.copies) for r in ranks}
     without = sorted(r for ranks in target.copies for r in ranks if r not in copies)
     return copies | {r: i * len(source.copies) // len(without) for i, r in enumerate(without)}

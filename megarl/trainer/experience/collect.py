@@ -76,7 +76,7 @@ def collect(
 def batch_of_scored(
     run: Run, score: Scoring, rollouts: Rollouts, drawn: Rollouts, best_guess: Rollouts | None = None
 ) -> Batch:
-    """Score responses and show some of them; returns them as a batch, of whose tokens each rank has what it has.
+    """Score responses and show some of them; returns them as a batch, whose tokens stay on the ranks that have them.
 
     Args:
         drawn: all responses that were generated. With `algorithm.filter_groups` they are scored by functions, and the
