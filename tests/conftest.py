@@ -29,7 +29,8 @@ from tiny_run import FINGERPRINT, FOUR_RANKS, TrainedRun, megarl, write_run
 ROOT = Path(__file__).parents[1]
 settings.register_profile("busy machine", suppress_health_check=[HealthCheck.too_slow], deadline=None)
 settings.load_profile("busy machine")
-gc.disable()  # until all tests are collected: modules that are loaded leave nothing to find
+if "PYTEST_XDIST_WORKER" in os.environ:  # the process that collects
+    gc.disable()  # until all tests are there: modules that are loaded leave nothing to find
 # there is a process for each core: threads of each would wait for those of the others, spinning
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
