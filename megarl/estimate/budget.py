@@ -24,7 +24,6 @@ from megarl.estimate.model_memory import (
     inputs_on_host,
     modes_of,
     reference_state,
-    reference_written,
     state_of,
     written,
 )
@@ -109,7 +108,7 @@ def checkpoint_bytes(job: Job, stage: int) -> int:
     optimizer = "optimizer" in job.config.checkpoint.save_contents
     trained = [job.actor, *(model for model in job.other_models if model.mini_batch is not None)]
     models = sum(written(model, min(stage, model.layout.pp - 1), optimizer=optimizer) for model in trained)
-    return models + (reference_written(job.actor, stage) if job.reference else 0)
+    return models + (written(job.actor, stage, optimizer=False) if job.reference else 0)
 
 
 def copy_bytes(job: Job, stage: int) -> int:

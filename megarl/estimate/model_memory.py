@@ -85,17 +85,12 @@ def reference_state(policy: ModelJob, stage: int) -> Items:
 
 
 def written(model: ModelJob, stage: int, *, optimizer: bool) -> int:
-    """Count the bytes that a rank of a stage writes of a trained model's checkpoint.
+    """Count the bytes that a rank of a stage writes of a model.
 
     Args:
-        optimizer: with moments and fp32 weights, also where these are the model's own.
+        optimizer: with moments and fp32 weights, also where these are the model's own. A reference has none.
     """
     return (model.itemsize + (3 * FP32 if optimizer else 0)) * _share(model, stage)
-
-
-def reference_written(policy: ModelJob, stage: int) -> int:
-    """Count the bytes that a rank of a stage writes of a policy's reference."""
-    return policy.itemsize * _share(policy, stage)
 
 
 def masters_of(model: ModelJob, stage: int, phase: Phase) -> Items:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -129,7 +130,7 @@ class CausalAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         assert attn_mask_type == AttnMaskType.causal and attention_type == "self"
-        self.pgs, self.exchange = pg_collection, EXCHANGES[config.cp_comm_type](pg_collection.cp)
+        self.exchange = EXCHANGES[config.cp_comm_type](pg_collection.cp)
 
     def forward(
         self,
@@ -216,7 +217,7 @@ class TorchAttention(CausalAttention):
         """See `CausalAttention.rotated`."""
         if self.attention.norm_over_heads:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
-        cos_sin = cos_sin_of(self.attention, query, packed, self.pgs)
+        cos_sin = cos_sin_of(self.attention, query, packed, self.exchange.group)
         return rotate(query, cos_sin), rotate(key, cos_sin)
 
 
@@ -234,18 +235,16 @@ class GatedSelfAttention(SelfAttention):
         return query, key, value, gate[:, :, part * heads : (part + 1) * heads]
 
 
-def cos_sin_of(
-    attention: Rotary, tokens: Tensor, packed: PackedSequences | None, pgs: ProcessGroupCollection
-) -> Tensor:
+def cos_sin_of(attention: Rotary, tokens: Tensor, packed: PackedSequences | None, group: dist.ProcessGroup) -> Tensor:
     """Take the rows of the rotary table for tokens [tokens, ...] packed or [length, batch, ...], as `rotate` has them.
 
     Args:
-        pgs: among them the ranks that have the tokens before these, and those after them.
+        group: ranks that have the tokens before these, and those after them.
 
     Returns: float32 [tokens, 2, rotary_dim / 2], or [length * batch, 2, rotary_dim / 2].
     """
     if packed is None:
-        (length, batch), before = tokens.shape[:2], pgs.cp.rank() * len(tokens)
+        (length, batch), before = tokens.shape[:2], group.rank() * len(tokens)
         return _cached_rope(attention, before + length, tokens.device)[before:].repeat_interleave(batch, 0)
     assert packed.positions is not None
     return _cached_rope(attention, packed.max_seqlen_kv, tokens.device)[packed.positions]

@@ -69,7 +69,7 @@ class LatentAttention(MLASelfAttention):
         turned = turned.unsqueeze(-2)
         if packed_seq_params is not None:
             q, k_and_v, turned = (x.squeeze(1) for x in (q, k_and_v, turned))
-        cos_sin = cos_sin_of(kind, q, packed_seq_params, self.pg_collection)
+        cos_sin = cos_sin_of(kind, q, packed_seq_params, self.pg_collection.cp)
         q_still, q_turned = q.split((kind.qk_nope_head_dim, kind.qk_rope_head_dim), dim=-1)
         k_still, v = k_and_v.split((kind.qk_nope_head_dim, kind.v_head_dim), dim=-1)
         q_turned, k_turned = (rotate(pairs_apart(x), cos_sin) for x in (q_turned, turned))

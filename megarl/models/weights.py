@@ -74,7 +74,7 @@ def training_placements(
         names: of the parameters of the training layout's model.
         layers, experts: list these alone.
     """
-    at = layout.coords(rank)
+    at, expert_place = layout.coords(rank), layout.expert_place(rank)
     vocab_rows = arch.padded_vocab_size(layout.tp) // layout.tp
     for chunk in range(layout.chunks):
         first, last = layout.is_first(at.pp, chunk), layout.is_last(at.pp, chunk)
@@ -90,7 +90,7 @@ def training_placements(
                     hidden=arch.hidden_size,
                     tp=layout.tp,
                     rank=at.tp,
-                    expert_place=layout.expert_place(rank),
+                    expert_place=expert_place,
                     grouped_experts=names.grouped_experts,
                     experts=experts,
                 )
@@ -124,6 +124,7 @@ def engine_placements(
         layers, experts: list these alone.
     """
     rows, hidden = vocab_rows or arch.padded_vocab_size(split.tp) // split.tp, arch.hidden_size
+    expert_place = split.expert_place(r)
     yield from _vocab(arch, EMBEDDING, EMBEDDING, rows, r)
     for number, layer in enumerate(arch.each_layer):
         if number in layers:
@@ -134,7 +135,7 @@ def engine_placements(
                 hidden=hidden,
                 tp=split.tp,
                 rank=r,
-                expert_place=split.expert_place(r),
+                expert_place=expert_place,
                 experts=experts,
             )
             yield from layer.attention.engine(place)
