@@ -32,10 +32,13 @@ def listed(source: str, rules: ModuleType) -> list[Entry]:
     """Read a program's entries: exact keys first, then patterns, the longest first.
 
     Args:
-        source: "verl", for `verl.yaml`, whose comments say how its blocks are written.
+        source: "verl", for `verl.yaml`, whose comments say how its blocks are written, and its blocks in `adapters.yaml`.
         rules: holds the functions that the file names.
     """
-    entries = list(_entries(read(source), rules))
+    tree = read(source)
+    entries = [
+        entry for blocks in (tree, read("adapters")[source]) for entry in _entries(blocks, tree["sections"], rules)
+    ]
     return sorted(entries, key=lambda entry: ("*" in entry.key, -len(entry.key) if "*" in entry.key else 0))
 
 
@@ -44,23 +47,23 @@ def read(name: str) -> dict[str, Any]:
     return yaml.safe_load(files(__package__).joinpath(f"{name}.yaml").read_text(encoding="utf-8"))
 
 
-def _entries(tree: Mapping[str, Any], rules: ModuleType) -> Iterator[Entry]:
-    sections = tree["sections"]
-
+def _entries(
+    tree: Mapping[str, Any], sections: Mapping[str, Sequence[str]], rules: ModuleType
+) -> Iterator[Entry]:
     def rows(block: str) -> Iterator[tuple[str, list[Any]]]:
         for keys, texts in tree.get(block, {}).items():
             yield from _placed(keys.split(", "), texts, sections)
 
     for why, keys in tree.get("carried", {}).items():
         yield from carried(*(key for key, _ in _placed(keys, (), sections)), why="" if why == SAME else why)
-    for why, keys in tree["met"].items():
+    for why, keys in tree.get("met", {}).items():
         yield from (met(key, why) for key, _ in _placed(keys, (), sections))
-    for why, keys in tree["refused"].items():
+    for why, keys in tree.get("refused", {}).items():
         for item in keys:
             ((name, nothing),) = item.items() if isinstance(item, dict) else ((item, None),)
             options = {} if nothing is None else {"nothing": nothing}
             yield from (refused(key, why, **options) for key, _ in _placed([name], (), sections))
-    for row in tree["met_by"]:
+    for row in tree.get("met_by", ()):
         yield from (
             met_by(key, row["values"], row["why"], row["otherwise"]) for key, _ in _placed(row["keys"], (), sections)
         )
