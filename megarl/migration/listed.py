@@ -32,7 +32,7 @@ def listed(source: str, rules: ModuleType) -> list[Entry]:
     """Read a program's entries: exact keys first, then patterns, the longest first.
 
     Args:
-        source: "verl", for `verl.yaml`, whose comments say how its blocks are written, and its blocks in `adapters.yaml`.
+        source: "verl", for `verl.yaml`, whose comments say how its blocks are written, and its part of `adapters.yaml`.
         rules: holds the functions that the file names.
     """
     tree = read(source)
@@ -47,9 +47,7 @@ def read(name: str) -> dict[str, Any]:
     return yaml.safe_load(files(__package__).joinpath(f"{name}.yaml").read_text(encoding="utf-8"))
 
 
-def _entries(
-    tree: Mapping[str, Any], sections: Mapping[str, Sequence[str]], rules: ModuleType
-) -> Iterator[Entry]:
+def _entries(tree: Mapping[str, Any], sections: Mapping[str, Sequence[str]], rules: ModuleType) -> Iterator[Entry]:
     def rows(block: str) -> Iterator[tuple[str, list[Any]]]:
         for keys, texts in tree.get(block, {}).items():
             yield from _placed(keys.split(", "), texts, sections)
