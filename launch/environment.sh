@@ -95,6 +95,9 @@ prepare_venv() {
     if [[ $place != "$VENV" ]] || ! "$PYTHON" -m pip --version >/dev/null 2>&1; then
         python=$(find_python) || fail "no Python 3.10 or newer with its venv module on PATH; install python3.11 and" \
             "python3.11-venv, or set MEGARL_PYTHON to an interpreter that has MegaRL's requirements"
+        # venv empties the folder that a link leads to, which may be another repository's
+        [[ ! -L $VENV ]] || fail ".venv is a link, and an environment cannot be made there: remove it," \
+            "or set MEGARL_PYTHON=$VENV/bin/python"
         stage "making .venv with $("$python" --version)" "$python" -m venv --clear "$VENV"
         echo "$VENV" >"$VENV/.megarl-place"
     fi

@@ -191,6 +191,18 @@ def test_an_environment_that_was_moved_is_not_used(tmp_path: Path) -> None:
         assert result.stdout == ("" if said else f"{environment}/bin/python\n") and said in result.stderr, result
 
 
+def test_the_environment_of_another_repository_is_not_emptied_through_a_link(tmp_path: Path) -> None:
+    shutil.copytree(LAUNCH, tmp_path / "here" / "launch")
+    other = tmp_path / "other" / ".venv"
+    other.mkdir(parents=True)
+    (other / ".megarl-place").write_text(f"{other}\n")
+    (tmp_path / "here" / ".venv").symlink_to(other)
+    (tmp_path / "here" / "uses.sh").write_text('source "$(dirname "$0")/launch/environment.sh"')
+    result = run(str(tmp_path / "here" / "uses.sh"), MEGARL_PYTHON="")
+    assert result.returncode == 1 and ".venv is a link" in result.stderr, result
+    assert [path.name for path in other.iterdir()] == [".megarl-place"]
+
+
 PYTHON_THAT_INSTALLS = """#!/bin/bash
 # Python, as far as making an environment goes: says when each installation begins and ends.
 case "$*" in
