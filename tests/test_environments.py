@@ -227,27 +227,35 @@ def test_what_hangs_or_fails_costs_the_others_nothing() -> None:
         assert not thread.is_alive()
 
 
+def test_an_answer_that_comes_as_its_call_is_given_up_counts() -> None:
+    calls = Calls(threads=1, timeout=0.0)
+    calls.submit("late", lambda: 7)
+    while calls._answers.empty():
+        time.sleep(0.01)
+    assert calls._late() == [] and answers_of(calls, 1)["late"].value == 7
+    calls.close()
+
+
 def test_calls_that_hang_for_good_are_said_before_threads_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls_module, "MOST_LEFT", 2)
+    monkeypatch.setattr(calls_module, "_left", left := set())  # other tests of this process may have left some
     before, over = threading.active_count(), threading.Event()
-    for _ in range(2):  # of two steps of a run: those of the first are remembered
-        calls = Calls(threads=2, timeout=0.1)
-        for i in range(2):
-            calls.submit(i, over.wait)
-        if calls_module._left:
-            with pytest.raises(
-                RewardError, match=r"calls of environments took longer than environment\.timeout = 0\.1 s"
-            ):
-                answers_of(calls, 2)
-        else:
-            assert len(answers_of(calls, 2)) == 2
-            calls.close()
+    first, second = (Calls(threads=2, timeout=0.1) for _ in range(2))  # of two steps: those of the first are remembered
+    for i in range(2):
+        first.submit(i, over.wait)
+    assert len(answers_of(first, 2)) == 2
+    first.close()
+    for i in range(2):
+        second.submit(i, over.wait)
+    with pytest.raises(RewardError, match=r"calls of environments took longer than environment\.timeout = 0\.1 s"):
+        answers_of(second, 2)
     assert threading.active_count() <= before + 6
     over.set()
     end = time.monotonic() + 120
-    while calls_module._left and time.monotonic() < end:
+    while left and time.monotonic() < end:
         time.sleep(0.02)
-    calls.close()
+    assert not left
+    second.close()
 
 
 # ---------------------------------------------------------------------------------------------------------- refusals

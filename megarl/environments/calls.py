@@ -44,6 +44,7 @@ class _Call:
     function: Callable[[], Any]
     began: float | None = None
     left: bool = False
+    answered: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -120,6 +121,8 @@ class Calls:
             if call.began is None or now - call.began <= self._timeout:
                 continue
             with call.lock:
+                if call.answered:
+                    continue
                 call.left = True
                 _left.add(call)
             if len(_left) > MOST_LEFT:
@@ -156,6 +159,7 @@ class Calls:
                 if call.left:
                     _left.discard(call)
                     return
+                call.answered = True
             self._answers.put((call, answer))
 
 
