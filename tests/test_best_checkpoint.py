@@ -61,7 +61,7 @@ def records_of_best(values: dict[int, float], *, low: bool = False) -> list[int]
     return found
 
 
-@pytest.fixture(scope="module", params=quick(["max", "min"], 0))
+@pytest.fixture(scope="module", params=quick(["max", "min"]))
 def first_run(request: pytest.FixtureRequest, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Five steps on two ranks, each validated, every second one saved, and nothing deleted."""
     folder = tmp_path_factory.mktemp("best")

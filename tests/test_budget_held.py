@@ -63,7 +63,6 @@ def _bytes_held(case: Case, dtype: str) -> dict[str, int]:
             Case(cp=2, dp=2),
             Case(tp=2, cp=2, sequence_parallel=True),
         ],
-        1,
     ),
     ids=lambda c: c.name,
 )

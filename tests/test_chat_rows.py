@@ -260,7 +260,11 @@ def test_templates_are_rendered_as_the_library_does(tmp_path: Path, template: st
 @pytest.mark.parametrize(
     ("template", "why"),
     [
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "takes more than 2 seconds"),
+        pytest.param(
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            "takes more than 2 seconds",
+            marks=pytest.mark.slow,
+        ),
         ("{{ 'a' * 10**9 }}", "needs more than"),
         ("{{ 'a' * 10**7 }}", "writes 10000000 characters for messages of"),
         (

@@ -193,6 +193,7 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert message in printed.splitlines()[-1] and not (tmp_path / "x").exists(), printed
 
 
+@pytest.mark.slow
 def test_of_a_run_the_newest_checkpoint_is_taken(
     small: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

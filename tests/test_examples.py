@@ -61,7 +61,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", quick(["own_reward", "own_flow", "agent_with_tools"], 0))
+@pytest.mark.parametrize("name", quick(["own_reward", "own_flow", "agent_with_tools"]))
 def test_a_few_steps(ranks: Ranks, data: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     out = data / name
     made = data / "runs" / "examples" / ("products" if name == "agent_with_tools" else "sums")

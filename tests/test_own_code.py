@@ -12,6 +12,7 @@ import pytest
 import torch
 from ranks import Ranks
 from run_cases import run_here
+from selection import quick
 from tiny_run import metrics_of, numbers_of, write_run
 from training_cases import fixed_batch
 
@@ -175,18 +176,27 @@ UNLIKE = "returned other values on rank 1 than on rank 0: they must be the same 
 
 @pytest.mark.parametrize(
     ("name", "wanted"),
-    [
-        ("none", rf"{RETURNS}it returned NoneType$"),
-        ("one_less", rf"{RETURNS}its rewards must be a tensor \[64\], not a tensor \[63\]$"),
-        ("number", rf"{RETURNS}its rewards must be a tensor \[64\], not float$"),
-        ("without", rf"{RETURNS}it returned one without rewards$"),
-        ("others", rf"{RETURNS}it returned 1 other sequences for 64$"),
-        ("unlike", rf"the stage flow_of.<locals>.flow.<locals>.mine {UNLIKE}"),
-        ("random", rf"algorithm.adv_estimator = .*mine.py:random {UNLIKE}"),
-        ("own", "algorithm.adv_estimator = .*mine.py:own is declared with sharded=True and gives other advantages for"),
-        ("every", "$"),
-        ("right", "$"),
-    ],
+    quick(
+        [
+            ("none", rf"{RETURNS}it returned NoneType$"),
+            ("one_less", rf"{RETURNS}its rewards must be a tensor \[64\], not a tensor \[63\]$"),
+            ("number", rf"{RETURNS}its rewards must be a tensor \[64\], not float$"),
+            ("without", rf"{RETURNS}it returned one without rewards$"),
+            ("others", rf"{RETURNS}it returned 1 other sequences for 64$"),
+            ("unlike", rf"the stage flow_of.<locals>.flow.<locals>.mine {UNLIKE}"),
+            ("random", rf"algorithm.adv_estimator = .*mine.py:random {UNLIKE}"),
+            (
+                "own",
+                "algorithm.adv_estimator = .*mine.py:own is declared with sharded=True and gives other advantages for",
+            ),
+            ("every", "$"),
+            ("right", "$"),
+        ],
+        1,
+        6,
+        8,
+        9,
+    ),
 )
 def test_a_stage_and_an_estimator_on_two_ranks(ranks: Ranks, tmp_path: Path, name: str, wanted: str) -> None:
     """On both ranks the same line; numbers of another type are taken, and torch is afterwards as it was."""

@@ -98,7 +98,7 @@ def _send(world: Any) -> None:
     from megarl.types import owners as module
 
     at_once = module._AT_ONCE
-    for seed in range(30):
+    for seed in range(12):
         module._AT_ONCE = at_once if seed % 2 else 64  # a few bytes: several sequences, or one, at a time
         whole = whole_batch(seed)
         batch, everything = whole, columns_of(whole)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from ranks import Ranks
 from reshard_cases import EXPERTS, INTEGERS, architecture, logical_values, parameters, same_bits
+from selection import quick
 
 from megarl.models.architecture import Architecture
 from megarl.models.parameter_names import ParameterNames
@@ -125,7 +126,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("world", "tp", "pp", "generation_tp"), LAYOUTS)
+@pytest.mark.parametrize(("world", "tp", "pp", "generation_tp"), quick(LAYOUTS, *range(0, 25, 3)))
 def test_the_engine_gets_the_logical_tensors(ranks: Ranks, world: int, tp: int, pp: int, generation_tp: int) -> None:
     for received in ranks.run(world, reshard_all, tp, pp, generation_tp):
         assert received[2] == received[3]  # on whatever way

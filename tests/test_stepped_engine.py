@@ -47,7 +47,9 @@ def _going_on(requests: list[Request], made: dict[int, Completion]) -> list[Requ
 # --------------------------------------------------------------------------------------------------------- interrupted
 
 
-@pytest.mark.parametrize("settings", [{}, {"max_num_seqs": 7}, {"max_num_seqs": 7, "max_num_batched_tokens": 20}])
+@pytest.mark.parametrize(
+    "settings", quick([{}, {"max_num_seqs": 7}, {"max_num_seqs": 7, "max_num_batched_tokens": 20}], 2)
+)
 @pytest.mark.parametrize("after", [1, 5])
 def test_an_interrupted_response_goes_on_as_if_it_had_not_been(settings: dict[str, Any], after: int) -> None:
     """Its random numbers are those of its places in the whole response, whichever engine and batch it is in."""
