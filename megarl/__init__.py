@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from megarl.trainer.build import prompt_sampler as prompt_sampler
     from megarl.trainer.experience.collect import collect as collect
     from megarl.trainer.experience.evaluate import evaluate as evaluate
-    from megarl.trainer.experience.judging import scorer as scorer
+    from megarl.trainer.experience.scores import scorer as scorer
     from megarl.trainer.session.run import Run as Run
     from megarl.trainer.stopped import RunStopped as RunStopped
     from megarl.types import Batch as Batch
@@ -149,7 +149,7 @@ _PLACES = {
     "policy_output": "algorithms.ratio",
     "ppo": "flows.ppo",
     "prompt_sampler": "trainer.build",
-    "scorer": "trainer.experience.judging",
+    "scorer": "trainer.experience.scores",
     "sft": "flows.sft",
     "token_weights": "algorithms.aggregation",
     "train": "api",

@@ -11,6 +11,7 @@ from megarl.algorithms.registry import PREFERENCES
 from megarl.config import Config
 from megarl.data.formats import Format
 from megarl.registry import Registry
+from megarl.role_kinds import RoleKind
 
 T = TypeVar("T")
 
@@ -31,6 +32,8 @@ class FlowKind:
             `algorithm.preference` it reads.
         loss_key: the key that names this loss; "" if the flow does.
         compares_prompts: whether an answer is compared with those to other prompts of its batch.
+        roles: models of the flow's own beside the policy, as `megarl plan` counts them: of the policy's shape, with the
+            keys of `actor_rollout_ref.actor`.
     """
 
     reads: Format | None = None
@@ -41,6 +44,7 @@ class FlowKind:
     loss: Callable[[Config], Any] | None = None
     loss_key: str = ""
     compares_prompts: bool = False
+    roles: tuple[RoleKind, ...] = ()
 
 
 def flow(**facts: Any) -> Callable[[T], T]:

@@ -101,7 +101,7 @@ def _start(command: Sequence[str], place: Mapping[str, str], node: Node) -> list
     common = {**os.environ, **place}
     if node.nnodes > 1:
         stay_on_interface(node.master_addr, common)
-    # A rank starts with stop signals blocked, and takes them when it can: as Python starts, one would be a traceback.
+    # A rank starts with stop signals blocked, and takes them when it can: while Python starts, they print a traceback.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         for local_rank in range(node.nproc):

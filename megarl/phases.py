@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import Enum
 
 
@@ -26,6 +27,11 @@ class Phase(str, Enum):
 
     def __str__(self) -> str:
         return self.value
+
+
+def in_order(phases: Collection[str]) -> list[str]:
+    """Put phases into the order of a step; those of a flow's own come last."""
+    return [*(phase for phase in Phase if phase in phases), *(phase for phase in phases if phase not in [*Phase])]
 
 
 class Item(str, Enum):

@@ -29,7 +29,8 @@ class RoleKind:
         scalar: whether its model ends in a value or a score in place of a vocabulary.
         from_actor: whether it begins with the actor's weights where its section names no folder.
         own_tokenizer: whether it may read texts in the tokens of a tokenizer of its own.
-        forward: the phase of its forward pass, where that is one of its own.
+        forward: the phase of its forward pass, where that is one of its own; of a user's flow, any name.
+        update: the phase of its optimizer's steps; None: it is not trained.
         replays_routing: whether its tokens go to the experts that the engine chose, where these are recorded.
         absent: memory -> the phases in which it is not on the GPU, if the configuration lets it leave at all. By
             default all of it leaves during generation.
@@ -39,7 +40,8 @@ class RoleKind:
     scalar: bool = False
     from_actor: bool = False
     own_tokenizer: bool = False
-    forward: Phase | None = None
+    forward: str | None = None
+    update: str | None = None
     replays_routing: bool = False
     absent: Mapping[Item, frozenset[str]] = field(default_factory=_in_generation)
 
@@ -54,13 +56,14 @@ _OF_POLICY = {
     Item.OPTIMIZER: _GENERATION | _CRITIC,
 }
 
-ACTOR = RoleKind(name="actor", replays_routing=True, absent=_OF_POLICY)
-TRAINED_REWARD_MODEL = RoleKind(name="reward_model", scalar=True, absent=_OF_POLICY)
+ACTOR = RoleKind(name="actor", update=Phase.UPDATE, replays_routing=True, absent=_OF_POLICY)
+TRAINED_REWARD_MODEL = RoleKind(name="reward_model", scalar=True, update=Phase.UPDATE, absent=_OF_POLICY)
 CRITIC = RoleKind(
     name="critic",
     scalar=True,
     from_actor=True,
     forward=Phase.VALUES,
+    update=Phase.UPDATE_CRITIC,
     absent={
         Item.WEIGHTS: _ALL - _CRITIC - {Phase.SAVE},
         Item.GRADIENTS: _ALL - {Phase.UPDATE_CRITIC},

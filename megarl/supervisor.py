@@ -199,7 +199,7 @@ class Supervisor:
         return f"restart {decision.number} of {self._restarts.limit} from {beginning} in {decision.wait:g} s{changes}"
 
     def _tell(self, ending: Ending, plan: Plan, words: str) -> None:
-        """Say a decision, and write it down; a run that has finished needs none."""
+        """Print a decision and append it to the restarts file; nothing after a finished run."""
         if ending.code == ExitCode.FINISHED:
             return
         say(f"{ending}; {words}")
@@ -220,7 +220,7 @@ class Supervisor:
             file.append(json.dumps(line) + "\n")
             file.close()
         except OSError as e:
-            say(f"{RESTARTS_FILE} lacks this: {e.strerror}")
+            say(f"this could not be written to {RESTARTS_FILE}: {e.strerror}")
 
 
 _RESUMES = "trainer.resume_mode=auto"

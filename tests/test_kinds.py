@@ -13,7 +13,13 @@ from run_cases import run_here
 from tiny_run import metrics_of, write_run
 
 from megarl.config import Config, load_config
+from megarl.estimate.accelerator import H200
+from megarl.estimate.budget import budget
+from megarl.estimate.job import parameter_count, training_elements
+from megarl.estimate.model import item_name
+from megarl.estimate.prediction import Lengths, step_seconds
 from megarl.flow_kinds import FlowKind, flow_kind, format_of, generates, trains
+from megarl.phases import Item
 from megarl.rollout.kinds import NATIVE, engine_kind
 from megarl.rollout.vllm.kind import VLLM
 from megarl.trainer.admission.checks import check_layouts, check_run
@@ -152,7 +158,11 @@ from megarl.models.heads import ScalarHead
 
 class Verifier(megarl.Actor):
     kind = megarl.RoleKind(
-        name="verifier", scalar=True, absent={item: frozenset({megarl.Phase.GENERATE}) for item in megarl.Item}
+        name="verifier",
+        scalar=True,
+        forward="verify",
+        update=megarl.Phase.UPDATE,
+        absent={item: frozenset({megarl.Phase.GENERATE}) for item in megarl.Item},
     )
 
     def make_head(self):
@@ -164,8 +174,14 @@ def verdict(x):
 
 
 verdict.columns = ("rewards",)
+"""
+
+VERIFIES = """
+import megarl
+from role import Verifier, verdict
 
 
+@megarl.flow(roles=(Verifier.kind,))
 def flow(run):
     roles = run.config.actor_rollout_ref
     own = {"model": roles.model, "megatron": roles.actor.megatron, "batching": roles.actor, "optim": roles.actor.optim}
@@ -181,8 +197,27 @@ def flow(run):
         with run.phase("verify"):
             scores = verifier.forward(batch, verifier.plan(batch))
         run.log("verifier", {"score": float(scores.mean())})
-        run.log("verifier", verifier.update(batch, *verifier.plan(batch).mini_batches, verdict))
+        with run.phase(megarl.Phase.UPDATE):
+            run.log("verifier", verifier.update(batch, *verifier.plan(batch).mini_batches, verdict))
 """
+
+
+def _check_plan(config: Config) -> None:
+    """It counts the verifier's state, what its passes hold, and their seconds in the flow's own phase."""
+    job = job_of(config, check_layouts(config))
+    (verifier,) = job.other_models
+    assert verifier.layout == job.train and verifier.mini_batch == job.actor.mini_batch
+    held, beside = (budget(of, H200, moved=0)[0].phases for of in (job, replace(job, other_models=())))
+    assert list(held) == [*beside, "verify"]
+    of_policy = {str(item): held["update"][item_name("actor", item)] for item in Item}
+    of_verifier = {str(item): held["update"][f"verifier {item}"] for item in Item}
+    scalar = job.arch.with_scalar_output()
+    for item, nbytes in of_verifier.items():
+        assert nbytes * parameter_count(job.arch) == of_policy[item] * training_elements(scalar, job.train, 0)
+    assert not any(held["generate"].get(f"verifier {item}") for item in Item)
+    lengths = Lengths(prompt=8, response=8)
+    seconds, without = (step_seconds(of, H200, lengths, None, {}) for of in (job, replace(job, other_models=())))
+    assert seconds["verify"] > 0 and seconds["update"] > without["update"]
 
 
 def test_a_role_an_engine_and_a_phase_of_the_users(ranks: Ranks, tmp_path: Path) -> None:
@@ -193,11 +228,12 @@ def test_a_role_an_engine_and_a_phase_of_the_users(ranks: Ranks, tmp_path: Path)
     for name, stops in (("whole", [4]), ("halves", [2, 4])):
         folder = tmp_path / name
         folder.mkdir()
-        (folder / "flow.py").write_text(ROLE)
-        (folder / "engine.py").write_text(ENGINE)
+        for file, text in (("role", ROLE), ("flow", VERIFIES), ("engine", ENGINE)):
+            (folder / f"{file}.py").write_text(text)
         config = str(write_run(folder, actor_rollout_ref__actor__megatron=megatron, **keys))
         own = [f"trainer.flow={folder / 'flow.py'}:flow"]
         own += [f"actor_rollout_ref.rollout.name={folder / 'engine.py'}:Mine"]
+        _check_plan(load_config(config, own))
         for steps in stops:
             words = [*own, f"trainer.total_training_steps={steps}"]
             ended, said = ranks.run(1, run_here, config, words)[0]

@@ -160,7 +160,7 @@ number = flow_of(lambda batch: batch.with_(rewards=1.0))
 without = flow_of(lambda batch: batch.with_(rewards=None))
 others = flow_of(lambda batch: megarl.batch_of([[3]], [[4]], [0]))
 unlike = flow_of(lambda batch: batch.with_(old_logp=batch.old_logp + os.getpid()))
-right = flow_of(lambda batch: batch.with_(rewards=torch.ones(len(batch)) * batch.rewards.double()))
+right = flow_of(lambda batch: batch.with_(rewards=batch.rewards.double() * batch.old_logp.isfinite().all()))
 def random(batch, config):
     return torch.full((len(batch.tokens),), float(os.getpid()))
 @megarl.about("the mean over a rank's own sequences", sharded=True)
@@ -199,11 +199,13 @@ UNLIKE = "returned other values on rank 1 than on rank 0: they must be the same 
     ),
 )
 def test_a_stage_and_an_estimator_on_two_ranks(ranks: Ranks, tmp_path: Path, name: str, wanted: str) -> None:
-    """On both ranks the same line; numbers of another type are taken, and torch is afterwards as it was."""
+    """On both ranks the same line; numbers of another type are taken, and torch is afterwards as it was. A stage gets
+    log-probabilities though the batch has one optimizer step."""
     (tmp_path / "mine.py").write_text(STAGES)
     key = "algorithm.adv_estimator" if name in ("random", "own", "every") else "trainer.flow"
     config = write_run(tmp_path, trainer__total_training_steps=1, trainer__val_before_train=False)
-    for ended, said in ranks.run(2, run_here, str(config), [f"{key}={tmp_path}/mine.py:{name}"]):
+    words = [f"{key}={tmp_path}/mine.py:{name}", "actor_rollout_ref.actor.ppo_mini_batch_size=16"]
+    for ended, said in ranks.run(2, run_here, str(config), words):
         assert re.match(wanted, ended.removeprefix("refused: ")), ended + said
 
 

@@ -3,64 +3,17 @@
 from __future__ import annotations
 
 import ast
+import re
 from graphlib import CycleError, TopologicalSorter
 from itertools import takewhile
 from pathlib import Path
 
 import pytest
 
-ORDER = [
-    "version",
-    "plain",
-    "hub",
-    "private_folder",
-    "processes",
-    "endings",
-    "debugging",
-    "phases",
-    "role_kinds",
-    "isolation",
-    "host",
-    "workers",
-    "own_code",
-    "registry",
-    "config",
-    "types",
-    "loopback",
-    "telemetry",
-    "evaluation",
-    "algorithms",
-    "rewards",
-    "data",
-    "flow_kinds",
-    "parallel",
-    "models",
-    "checkpoint",
-    "reshard",
-    "rollout",
-    "environments",
-    "estimate",
-    "roles",
-    "hybrid",
-    "trainer",
-    "flows",
-    "api",
-    "rank",
-    "restarts",
-    "interfaces",
-    "nodes",
-    "launcher",
-    "supervisor",
-    "report",
-    "diagnosis",
-    "migration",
-    "rehearsal",
-    "tuning",
-    "parity",
-    "cli",
-    "train",
-]
 ROOT = Path(__file__).parents[1] / "megarl"
+CELLS = re.findall(r"^\| (`megarl/.*?) \|", (ROOT.parent / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+ORDER = re.findall(r"`(?:megarl/)?(\w+)", " ".join(CELLS))
+"""Packages and modules, from the first on: those of the map of the house."""
 TORCH_FREE = [
     "version.py",
     "plain.py",

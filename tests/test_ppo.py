@@ -312,7 +312,7 @@ def _other_tokenizer(folder: Path) -> Path:
 def _answers_encoded_anew(config: str, other: str) -> tuple[list[list[int]], list[list[int]]]:
     """Right answers, every second of them cut off: in the other tokenizer's ids by the run's code, and directly."""
     from megarl.parallel.world import World
-    from megarl.trainer.experience.judging import encoded_anew
+    from megarl.trainer.experience.scores import encoded_anew
     from megarl.types import Rollout, Rollouts, Tokens
 
     inputs, theirs = check_run(load_config(config)), load_tokenizer(other)
@@ -337,7 +337,7 @@ def _answers_encoded_anew(config: str, other: str) -> tuple[list[list[int]], lis
 def _replies_encoded_anew(config: str, other: str) -> list[list[int]]:
     """Two replies to each held-out conversation: one that ended, one that was cut off."""
     from megarl.parallel.world import World
-    from megarl.trainer.experience.judging import encoded_anew
+    from megarl.trainer.experience.scores import encoded_anew
     from megarl.types import Rollout, Rollouts, Tokens
 
     inputs = check_run(load_config(config))

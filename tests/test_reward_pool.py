@@ -572,7 +572,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"name": "FILE:told", "args": {"tokens": 1}},
-        "reward.args: tokens is the response's own, and is given to every function that names it",
+        "reward.args: leave tokens out: each function that names it is given the response's own",
     ),
     ({"name": "FILE:told", "args": {"bonus": {1, 2}}}, "reward.args: 'bonus' is {1, 2}, and not a value that JSON has"),
     (

@@ -357,10 +357,10 @@ def test_a_run_goes_on_with_recorded_experts_to_the_same_bits(ranks: Ranks, tmp_
     ("arrays", "said"),
     [
         ({}, ""),
-        ({"routed_experts": np.full((5, 2, 3), 6, np.uint8)}, "are not all whole"),
-        ({"routed_experts": np.zeros((4, 2, 3), np.uint8)}, "are not all whole"),
+        ({"routed_experts": np.full((5, 2, 3), 6, np.uint8)}, "do not add up"),
+        ({"routed_experts": np.zeros((4, 2, 3), np.uint8)}, "do not add up"),
         ({"routed_experts": np.zeros((5, 2, 3), np.int64)}, "have another type or shape"),
-        ({"routed_tokens": np.array([-1])}, "are not all whole"),
+        ({"routed_tokens": np.array([-1])}, "do not add up"),
         ({"routed_tokens": np.array([99]), "routed_experts": np.zeros((99, 2, 3), np.uint8)}, "have fewer tokens"),
     ],
 )

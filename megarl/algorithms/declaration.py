@@ -59,7 +59,7 @@ class About:
     Attributes:
         paper: where it comes from.
         keys: configuration keys that it reads.
-        sharded: for an estimator: it takes a batch of whose tokens each rank has some. Else every rank gets all.
+        sharded: the estimator takes a batch that holds this rank's tokens only; else every rank gets all tokens.
     """
 
     paper: str = ""

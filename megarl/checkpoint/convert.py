@@ -148,7 +148,7 @@ def _compared(folder: str, source: str, arch: Architecture, needed: int, limit: 
 def check_contents(folder: str) -> None:
     """Refuse a checkpoint whose files differ from its manifest. Raises ValueError."""
     if not os.path.isfile(os.path.join(folder, STATE_FILE)):
-        return  # of Megatron-Core's own programs, which write no manifest, or no checkpoint: its reader refuses it
+        return  # Megatron-Core's own programs write no manifest; what is no checkpoint is refused by its reader
     check_whole(folder)
     records = read_manifest(folder)
     if problem := checksum_problem(folder, records, records):

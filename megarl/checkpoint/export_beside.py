@@ -24,7 +24,7 @@ def export_beside(folder: str, *, prefix: str, scalar: bool) -> None:
         OSError: with what the process lines last.
     """
     command = [*module_command("megarl.checkpoint.export_huggingface"), folder, prefix, "scalar" if scalar else ""]
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # of this thread and the process: the run's main thread acts
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # here and in the process: the run's main thread acts
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     ended = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     if ended.returncode:

@@ -169,6 +169,6 @@ def _ids(tokenizer: Tokenizer, text: str) -> list[int] | None:
 def _require_same(what: str, exported: object, ours: object) -> None:
     if exported != ours:
         raise ValueError(
-            f"the tokenizer would not be read as in training: of {what} transformers makes {exported!r}, training made "
+            f"the exported tokenizer differs from training's: transformers reads {what} as {exported!r}, training as "
             f"{ours!r}"
         )

@@ -36,7 +36,7 @@ def take(folder: str) -> None:
 
 
 def copy_over(folder: str, target: str, names: Iterable[str]) -> None:
-    """Copy files to where all nodes see them, to the disk, and delete each one here. Raises OSError."""
+    """Copy files from this node's disk to a folder that all nodes see, and delete each one here. Raises OSError."""
     for name in names:
         source, path = os.path.join(folder, name), os.path.join(target, name)
         _copy(source, path)
@@ -46,7 +46,7 @@ def copy_over(folder: str, target: str, names: Iterable[str]) -> None:
 
 
 def bring_missing(folder: str, target: str, records: Mapping[str, FileRecord]) -> None:
-    """Copy what a dead job has left on this node of files that are missing in a checkpoint, as far as it is there."""
+    """Copy the files that a checkpoint lacks from what a dead job has left on this node."""
     for name, record in records.items():
         source, path = os.path.join(folder, name), os.path.join(target, name)
         with suppress(OSError):  # then the checkpoint stays unfinished

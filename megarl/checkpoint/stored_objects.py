@@ -133,7 +133,7 @@ class Unpickler(pickle._Unpickler):
 def _check_keys(keys: Iterable[Any]) -> None:
     """Refuse keys of parts that repeat each other, which take hours to hash. Raises UnpicklingError."""
     if not all(map(_is_key, keys)):
-        raise pickle.UnpicklingError("it has a key that is no name")
+        raise pickle.UnpicklingError("a key in it is no name, no number and no part of a tensor")
 
 
 def _is_key(key: Any) -> bool:

@@ -34,7 +34,6 @@ from megarl.estimate.prediction import (
     step_seconds,
 )
 from megarl.estimate.token_budget import largest_token_budget
-from megarl.phases import Phase
 from megarl.reshard.traffic import Traffic
 from megarl.telemetry.console import plain_console
 from megarl.telemetry.progress import print_table
@@ -202,7 +201,7 @@ def _traffic_table(job: Job, traffic: dict[int, Traffic]) -> Table:
     return table
 
 
-def _time_table(seconds: dict[Phase, float]) -> Table:
+def _time_table(seconds: dict[str, float]) -> Table:
     table = Table(title="One step")
     table.add_column("")
     table.add_column("time", justify="right")

@@ -83,7 +83,7 @@ def _pages(f: BinaryIO, column: parquet.ColumnChunkMetaData, start: int, *, whol
             raise ValueError("a page's header is malformed")
         kind, size, packed, count = header.get(1, 0), header.get(2, 0), header.get(3, 0), data.get(1, 0)
         if any(not isinstance(number, int) or number < 0 for number in (kind, size, packed, count)):
-            raise ValueError("a page has a size that is none")
+            raise ValueError("a page's header has a size that is negative or no number")
         dictionary = kind == 2
         if dictionary or whole:
             yield _Page(dictionary, size, count)

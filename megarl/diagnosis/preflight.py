@@ -140,7 +140,7 @@ def _seconds(action: Callable[[], None], device: torch.device) -> float:
 
 
 def _clocks(ranks_per_node: int) -> list[float]:
-    """Return by how many seconds each node's clock is ahead: as all leave a barrier, several times, the median."""
+    """Measure how many seconds each node's clock is ahead of the median node's: the median over several barriers."""
     offsets = []
     for _ in range(ROUNDS):
         dist.barrier()

@@ -40,7 +40,7 @@ class AgentWorker(ThreadedInterpreter):
         self.post(pickle.dumps(task))
 
     def ending(self) -> str:
-        """Wait for the end of a process that is ending, and put it into words."""
+        """Wait until the process has ended, and say in words how."""
         try:
             self.process.wait(timeout=GRACE)
         except subprocess.TimeoutExpired:

@@ -12,7 +12,6 @@ from functools import partial
 from megarl.estimate.job import Job
 from megarl.estimate.model import ModelJob
 from megarl.estimate.model_memory import Items, forward, forward_and_backward, masters_of, state_of
-from megarl.phases import Phase
 
 
 def state_beside(job: Job) -> Items:
@@ -20,14 +19,13 @@ def state_beside(job: Job) -> Items:
     return {item: nbytes for model in job.other_models for item, nbytes in _fullest(model, state_of).items()}
 
 
-def passes_beside(job: Job) -> Iterator[tuple[Phase, Items]]:
+def passes_beside(job: Job) -> Iterator[tuple[str, Items]]:
     """Count what their passes hold in addition."""
     for model in job.other_models:
-        phase = model.kind.forward
-        assert phase is not None
-        yield phase, _fullest(model, forward) | _fullest(model, partial(masters_of, phase=phase))
-        if model.mini_batch is not None:
-            yield Phase.UPDATE_CRITIC, _fullest(model, forward_and_backward)
+        if (phase := model.kind.forward) is not None:
+            yield phase, _fullest(model, forward) | _fullest(model, partial(masters_of, phase=phase))
+        if model.kind.update is not None:
+            yield model.kind.update, _fullest(model, forward_and_backward)
 
 
 def _fullest(model: ModelJob, items_of: Callable[[ModelJob, int], Items]) -> Items:

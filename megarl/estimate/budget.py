@@ -10,6 +10,7 @@ the GPU in the phases that `megarl.role_kinds` names. A run times the same phase
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megarl.estimate.accelerator import Accelerator
@@ -28,7 +29,7 @@ from megarl.estimate.model_memory import (
     written,
 )
 from megarl.models.sizes import STAGING_SLAB_BYTES, blocks_for, most_blocks, state_bytes
-from megarl.phases import Item, Phase
+from megarl.phases import Item, Phase, in_order
 from megarl.reshard.transport.copies import TILE_WORDS, WIDEST
 from megarl.role_kinds import REFERENCE
 
@@ -131,25 +132,29 @@ def _stage_budget(job: Job, accelerator: Accelerator, stage: int, moved: int, ca
             Phase.RESHARD: awake | weights | {"reshard buffers": reshard_buffers(job, moved)},
             Phase.GENERATE: weights | cache | {"engine activations": engine_activations(job)},
         }
-    passes = policy_passes(job, stage) | dict(passes_beside(job))
-    phases = engine | {phase: awake | items for phase, items in passes.items()}
+    phases = engine | {phase: awake | items for phase, items in passes(job, stage).items()}
 
-    def present(phase: Phase) -> Items:
+    def present(phase: str) -> Items:
         absent = {mode.item for mode in modes if mode.on and phase in mode.without}
         return context | {item: 0 if item in absent else nbytes for item, nbytes in state.items()}
 
-    return StageBudget(
-        stage=stage, phases={phase: present(phase) | phases[phase] for phase in Phase if phase in phases}
-    )
+    return StageBudget(stage=stage, phases={phase: present(phase) | phases[phase] for phase in in_order(phases)})
 
 
-def policy_passes(job: Job, stage: int) -> dict[Phase, Items]:
-    """Count what the passes of the policy and its reference hold on a rank of a stage, beside what is always there."""
-    return {
-        **({Phase.LOG_PROBS: forward(job.actor, stage)} if job.log_probs else {}),
-        **({Phase.REF: forward(job.actor, stage)} if job.reference else {}),
-        Phase.UPDATE: forward_and_backward(job.actor, stage),
-    }
+def passes(job: Job, stage: int) -> dict[str, Items]:
+    """Count what the passes of a phase hold on a rank of a stage, beside what is always there: the largest of each."""
+    largest: dict[str, Items] = {}
+    for phase, items in (*_policy_passes(job, stage), *passes_beside(job)):
+        largest[phase] = max(largest.get(phase, {}), items, key=lambda each: sum(each.values()))
+    return largest
+
+
+def _policy_passes(job: Job, stage: int) -> Iterator[tuple[str, Items]]:
+    if job.log_probs:
+        yield Phase.LOG_PROBS, forward(job.actor, stage)
+    if job.reference:
+        yield Phase.REF, forward(job.actor, stage)
+    yield Phase.UPDATE, forward_and_backward(job.actor, stage)
 
 
 def _state(job: Job, stage: int) -> Items:

@@ -57,6 +57,7 @@ class Job:
         return ModelJob(
             config=self.config,
             kind=ACTOR,
+            section=ACTOR.name,
             arch=self.arch,
             layout=self.train,
             megatron=actor.megatron,

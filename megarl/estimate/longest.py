@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.estimate.accelerator import Accelerator
-from megarl.estimate.beside import passes_beside
-from megarl.estimate.budget import StageBudget, budget, policy_passes
+from megarl.estimate.budget import StageBudget, budget, passes
 from megarl.estimate.fit import RESERVE
 from megarl.estimate.job import Job
 from megarl.estimate.model import ModelJob
@@ -16,7 +15,6 @@ from megarl.estimate.token_budget import STEP, most_that_fit
 from megarl.flow_kinds import format_of
 from megarl.models.parts.grouped_query import GroupedQuery
 from megarl.parallel.context import CONTEXT_KINDS
-from megarl.phases import Phase
 
 _POSITIONS = 8
 """Nobody looks for sequences of more than so many times the model's positions."""
@@ -65,10 +63,9 @@ def longer_sequences(job: Job, accelerator: Accelerator, *, moved: int) -> Itera
         yield key, longest_sequence(other, accelerator, budget(other, accelerator, moved=moved)) or 0
 
 
-def _passes(job: Job, stage: int) -> dict[Phase, int]:
+def _passes(job: Job, stage: int) -> dict[str, int]:
     """Count the bytes that the passes of training hold, by phase."""
-    passes = policy_passes(job, stage) | dict(passes_beside(job))
-    return {phase: sum(items.values()) for phase, items in passes.items()}
+    return {phase: sum(items.values()) for phase, items in passes(job, stage).items()}
 
 
 def _with_sequences_of(job: Job, tokens: int) -> Job:

@@ -21,6 +21,7 @@ class ModelJob:
     Attributes:
         config: of the run.
         kind: of its role.
+        section: of the configuration, with its keys.
         arch: with the output that the role has.
         layout, megatron, batching: its own.
         forward_batch: sequences whose forward pass is planned at once, over all ranks.
@@ -30,6 +31,7 @@ class ModelJob:
 
     config: Config
     kind: RoleKind
+    section: str
     arch: Architecture
     layout: TrainLayout
     megatron: MegatronConfig
@@ -40,12 +42,12 @@ class ModelJob:
 
     @property
     def role(self) -> str:
-        """Name the configuration's section."""
+        """Name its role."""
         return self.kind.name
 
     @property
     def name(self) -> str:
-        """Name it for people: "reward model"."""
+        """Name its role for people: "reward model"."""
         return _name(self.role)
 
     @property

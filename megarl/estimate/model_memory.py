@@ -16,7 +16,7 @@ from megarl.estimate.model import ModelJob, item_name
 from megarl.flow_kinds import generates
 from megarl.models.sizes import LOGITS_CHUNK_BYTES, layer_activations
 from megarl.parallel.experts import TensorSplit
-from megarl.phases import Item, Phase
+from megarl.phases import Item
 
 Items = dict[str, int]
 """Bytes by what they are for."""
@@ -57,7 +57,7 @@ def modes_of(model: ModelJob) -> list[MemoryMode]:
         ]
     return [
         MemoryMode(
-            key=f"{model.role}.megatron.{key}",
+            key=f"{model.section}.megatron.{key}",
             item=item_name(model.role, item),
             without=model.kind.without(item),
             on=on,
@@ -93,7 +93,7 @@ def written(model: ModelJob, stage: int, *, optimizer: bool) -> int:
     return (model.itemsize + (3 * FP32 if optimizer else 0)) * _share(model, stage)
 
 
-def masters_of(model: ModelJob, stage: int, phase: Phase) -> Items:
+def masters_of(model: ModelJob, stage: int, phase: str) -> Items:
     """Count the fp32 weights from which others are rebuilt as a phase begins that does without the optimizer.
 
     A critic's, before its values. The policy's weights are back by then; where its log-probabilities are no pass of

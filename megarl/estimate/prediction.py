@@ -7,7 +7,7 @@ for the longest response.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -27,7 +27,7 @@ from megarl.estimate.model import ModelJob
 from megarl.estimate.pipeline import bubble, imbalance
 from megarl.models.architecture import Architecture
 from megarl.models.sizes import attention_flops, state_bytes
-from megarl.phases import Phase
+from megarl.phases import Phase, in_order
 from megarl.reshard.traffic import Traffic, reshard_traffic
 
 MOST_BUBBLE = 0.2
@@ -180,14 +180,15 @@ def _flops(job: Job, arch: Architecture, accelerator: Accelerator) -> float:
 
 def step_seconds(
     job: Job, accelerator: Accelerator, lengths: Lengths, cache: CacheRoom | None, traffic: Mapping[int, Traffic]
-) -> dict[Phase, float]:
+) -> dict[str, float]:
     """Predict the seconds of each phase of a step.
 
     Args:
         cache: of the engine, if there is one.
         traffic: as `reshard_of_some_ranks` has it.
     """
-    seconds = {Phase.UPDATE: update_seconds(job, job.actor, accelerator, lengths)}
+    seconds = defaultdict[str, float](float)
+    seconds[Phase.UPDATE] = update_seconds(job, job.actor, accelerator, lengths)
     if cache is not None:
         seconds[Phase.RESHARD] = max(reshard_seconds(job, accelerator, *moved) for moved in traffic.items())
         seconds[Phase.GENERATE] = generation_seconds(job, accelerator, lengths, cache)
@@ -197,11 +198,11 @@ def step_seconds(
     if job.reference:  # KTO's log-probabilities are of mismatched answers, which the reference reads as well
         seconds[Phase.REF] = log_probs * (2 if job.log_probs and not job.generates else 1)
     for model in job.other_models:
-        assert model.kind.forward is not None
-        seconds[model.kind.forward] = forward_seconds(job, model, accelerator, lengths)
-        if model.mini_batch is not None:
-            seconds[Phase.UPDATE_CRITIC] = update_seconds(job, model, accelerator, lengths)
-    return {phase: seconds[phase] for phase in Phase if phase in seconds}
+        if model.kind.forward is not None:
+            seconds[model.kind.forward] += forward_seconds(job, model, accelerator, lengths)
+        if model.kind.update is not None:
+            seconds[model.kind.update] += update_seconds(job, model, accelerator, lengths)
+    return {phase: seconds[phase] for phase in in_order(seconds)}
 
 
 def layout_warnings(job: Job, lengths: Lengths, cache: CacheRoom | None) -> list[str]:
@@ -243,10 +244,10 @@ def _pipeline_warnings(model: ModelJob, lengths: Lengths) -> Iterator[str]:
     whose = "" if model.role == "actor" else f" of the {model.name}"
     work, larger = f"a pass{whose}", ""
     if model.mini_batch is not None:
-        work, larger = f"an update{whose}", f"raise {model.role}.ppo_mini_batch_size, or "
+        work, larger = f"an update{whose}", f"raise {model.section}.ppo_mini_batch_size, or "
     yield (
         f"pipeline stages wait {waiting:.0%} of {work}: {model.micro_batches(sequences, lengths.total)} micro-batches "
-        f"for {stages} stages; {larger}lower {model.role}.ppo_max_token_len_per_gpu or pipeline_model_parallel_size"
+        f"for {stages} stages; {larger}lower {model.section}.ppo_max_token_len_per_gpu or pipeline_model_parallel_size"
     )
 
 
@@ -256,6 +257,6 @@ def _packing_hints(model: ModelJob) -> Iterator[str]:
     filled = model.micro_batch_tokens(model.forward_batch) == limit
     if model.batching.use_dynamic_bsz and filled and limit < 2 * longest:
         yield (
-            f"{model.role}.ppo_max_token_len_per_gpu = {model.batching.limit(model.megatron)} is less than two of the "
-            f"longest sequences, 2 x {longest} tokens: where memory allows, more lets sequences fill micro-batches"
+            f"{model.section}.ppo_max_token_len_per_gpu = {model.batching.limit(model.megatron)} is less than two of "
+            f"the longest sequences, 2 x {longest} tokens: where memory allows, more lets sequences fill micro-batches"
         )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from megarl.estimate.accelerator import Accelerator
-from megarl.estimate.budget import StageBudget, policy_passes
+from megarl.estimate.budget import StageBudget, passes
 from megarl.estimate.fit import RESERVE
 from megarl.estimate.job import Job
 
@@ -50,17 +50,19 @@ def most_that_fit(most: int, fit: Callable[[int], bool]) -> int:
 
 
 def _most_held(job: Job, stages: Sequence[StageBudget], tokens: int) -> int:
-    """Count the bytes of the policy's fullest pass with micro-batches of so many tokens."""
+    """Count the bytes of the fullest pass with micro-batches of so many tokens."""
     changed = _with(job, tokens)
     return max(
-        stage.total(phase) - sum(before.values()) + sum(policy_passes(changed, stage.stage)[phase].values())
+        stage.total(phase) - sum(before.values()) + sum(passes(changed, stage.stage)[phase].values())
         for stage in stages
-        for phase, before in policy_passes(job, stage.stage).items()
+        for phase, before in passes(job, stage.stage).items()
     )
 
 
 def _with(job: Job, tokens: int) -> Job:
     roles = job.config.actor_rollout_ref
     actor = roles.actor.model_copy(update={"ppo_max_token_len_per_gpu": tokens})
-    changed = roles.model_copy(update={"actor": actor})
-    return replace(job, config=job.config.model_copy(update={"actor_rollout_ref": changed}))
+    config = job.config.model_copy(update={"actor_rollout_ref": roles.model_copy(update={"actor": actor})})
+    own = job.actor.section
+    others = (replace(model, batching=actor) if model.section == own else model for model in job.other_models)
+    return replace(job, config=config, other_models=tuple(others))

@@ -10,7 +10,7 @@ from megarl.evaluation.folder import write_evaluation
 from megarl.evaluation.summary import summarize, table
 from megarl.trainer.build import build_policy
 from megarl.trainer.experience.evaluate import answered, ks_of, records_of
-from megarl.trainer.experience.judging import scorer
+from megarl.trainer.experience.scores import scorer
 from megarl.trainer.layouts import generation_layout
 from megarl.trainer.records.start_line import start_line
 from megarl.trainer.session.run import Run

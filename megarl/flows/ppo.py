@@ -8,6 +8,7 @@ from functools import partial
 from megarl.algorithms.advantages import compute_advantages
 from megarl.algorithms.aggregation import token_weights
 from megarl.algorithms.changed_batch import changed_by
+from megarl.algorithms.declaration import Needs
 from megarl.algorithms.kl import AdaptiveKlController
 from megarl.algorithms.over_tokens import mean
 from megarl.algorithms.returns import explained_variance, value_targets
@@ -24,7 +25,7 @@ from megarl.trainer.engine_check import check_finite
 from megarl.trainer.experience.carry_over import CarryOver
 from megarl.trainer.experience.collect import collect
 from megarl.trainer.experience.evaluate import evaluate
-from megarl.trainer.experience.judging import scorer
+from megarl.trainer.experience.scores import scorer
 from megarl.trainer.needs import needs_of
 from megarl.trainer.session.run import Run
 from megarl.types import Batch
@@ -47,7 +48,8 @@ def ppo(run: Run, stage: Stage | None = None) -> None:
     """
     if stage is not None:
         check_runs(stage, f"the stage {name_of(stage)}")
-    config, needs, rollout = run.config, needs_of(run.config), run.config.actor_rollout_ref.rollout
+    config, rollout = run.config, run.config.actor_rollout_ref.rollout
+    needs = needs_of(config) | Needs(old_logp=stage is not None)
     actor, generation = _warm_actor(run)
     reference = run.add("reference", build_reference(config, actor)) if needs.reference else None
     critic = run.add("critic", build_critic(run, actor)) if needs.critic else None

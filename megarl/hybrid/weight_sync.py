@@ -49,7 +49,7 @@ class WeightSync:
 
     @property
     def statistics(self) -> ReshardStatistics:
-        """Count what a run moves on this rank."""
+        """Count what one reshard moves on this rank."""
         return self.resharder.statistics
 
     def run(self, *, verify: bool = False) -> None:

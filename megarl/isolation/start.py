@@ -325,7 +325,7 @@ def _become(args: Arguments, path: str, uid: int | None) -> None:
         args.report = fcntl.fcntl(args.report, fcntl.F_DUPFD_CLOEXEC, 10)  # it may lie at CHANNEL
         os.dup2(args.channel, CHANNEL)
         os.set_inheritable(CHANNEL, True)  # if it lay there already
-    # a user of its own; else init, start and what asks the tests count too
+    # a user of its own has the program alone; else init, this process and the one that asks the tests count, too
     processes = args.processes + (0 if uid is not None else 2 if args.tests < 0 else 3)
     _limit(args, processes)
     call_filter.restrict_calls(may_restrict=args.channel >= 0, may_share=bool(args.group))

@@ -10,5 +10,5 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """View the elements as integers, in row-major order; a copy where they do not lie in it."""
+    """View the elements as integers, in row-major order; copies a tensor that is not contiguous."""
     return tensor.view(_INTEGERS[tensor.element_size()]).reshape(-1)

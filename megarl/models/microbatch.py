@@ -75,12 +75,12 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Repeated:
-    """Tells which rows are taken several times: the end of a prompt, before the first token of each response to it.
+    """Lists the rows that are taken several times: a prompt's last token, once for each response to it.
 
     Attributes:
-        places: int64 [P], places among all that are taken.
-        numbers: int64 [P], the number of each one's row among those that are repeated.
-        rows: int64, these rows.
+        rows: int64, each of them once.
+        places: int64 [P], where they stand among all rows that are taken.
+        numbers: int64 [P], the index into `rows` for each place.
     """
 
     places: Tensor
@@ -299,7 +299,7 @@ def _laid_out(
 def _check_first(is_trained: Tensor) -> None:
     """Refuse training on a sequence's first token."""
     if bool(is_trained.any()):
-        raise ValueError("a sequence is trained on its first token, which none before it predicts: begin with a prompt")
+        raise ValueError("a sequence's first token is to be trained, but no token precedes it: begin with a prompt")
 
 
 def make_micro_batch(

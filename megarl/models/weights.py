@@ -30,7 +30,7 @@ def layer_prefix(layer: int) -> str:
 
 
 def mlp_norm(layer: Layer) -> str:
-    """Name the norm before the MLP; without further norms Hugging Face names it after the attention before it."""
+    """Name the norm before the MLP; in a block of two norms Hugging Face calls it `post_attention_layernorm`."""
     return "pre_feedforward_layernorm.weight" if layer.output_norms else "post_attention_layernorm.weight"
 
 

@@ -61,7 +61,7 @@ class PipelineSplit:
 
     @property
     def _accounted(self) -> int:
-        """Count what counts as a layer beside the layers."""
+        """Count the embedding and the loss, as far as the split counts them as layers."""
         return self.account_for_embedding_in_pipeline_split + self.account_for_loss_in_pipeline_split
 
     def chunks(self, pp: int, virtual: int | None) -> int:

@@ -76,7 +76,7 @@ def transformers_shapes(folder: str) -> dict[str, tuple[int, ...]]:
 
 
 def placed_otherwise(arch: Architecture) -> list[str]:
-    """Name the tensors of which one rank that trains, or one that generates, holds an element not once."""
+    """Name the tensors whose elements one rank, training or generating, does not hold exactly once."""
     layout = TrainLayout(ranks=range(1))
     sides: dict[str, Iterable[Placement]] = {
         "training": training_placements(arch, layout, 0),

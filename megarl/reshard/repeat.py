@@ -54,11 +54,11 @@ class Repetitions:
 
 @dataclass(frozen=True, kw_only=True)
 class Runs:
-    """Lists stretches whose placements on a side differ in their number alone, in the model's order.
+    """Lists ranges of layers, and of experts, whose placements on a side differ in their number alone.
 
     Attributes:
-        layers: of the model.
-        experts: of each layer; empty without experts.
+        layers: ranges of the model's layers, in their order.
+        experts: ranges of each layer's experts; empty without experts.
     """
 
     layers: Sequence[range] = ()

@@ -105,7 +105,7 @@ def check_arguments(reward: Reward, args: Mapping[str, Any], key: str) -> None:
     free = {p.name: p for p in taken if p.kind in NAMED and p.name not in first}
     for name in args:
         if name in OF_THE_RESPONSE:
-            raise ValueError(f"{key}: {name} is the response's own, and is given to every function that names it")
+            raise ValueError(f"{key}: leave {name} out: each function that names it is given the response's own")
         if name not in free and (name in first or not any(p.kind is p.VAR_KEYWORD for p in taken)):
             known = [other for other in free if other not in OF_THE_RESPONSE]
             raise ValueError(f"{key}: {reward.name} takes no argument {name!r}; it takes {', '.join(known) or 'none'}")

@@ -54,7 +54,7 @@ class MegatronOptimizer:
     @in_its_layout
     def restart(self, optim: OptimConfig, total_steps: int) -> None:
         """Make a fresh AdamW and schedule over the current weights; an earlier one's memory is given back first."""
-        for memory in (self.masters, self.moments):  # of the earlier one: it must not come back into the new one's
+        for memory in (self.masters, self.moments):  # of the old optimizer: back on the GPU before they are dropped
             memory.restore()
             memory.rewritten()
         self._adam = self._schedule = None

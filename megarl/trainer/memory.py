@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 
 from megarl.config import Config
-from megarl.config.other_models import CriticConfig
 from megarl.estimate.accelerator import H200, Accelerator
 from megarl.estimate.budget import budget
 from megarl.estimate.fit import what_does_not_fit
@@ -17,6 +16,7 @@ from megarl.estimate.model import ModelJob
 from megarl.flow_kinds import flow_kind, generates
 from megarl.host import host_memory
 from megarl.models.architecture import Architecture
+from megarl.role_kinds import RoleKind
 from megarl.trainer.layouts import generation_layout, train_layout
 from megarl.trainer.needs import needs_of, one_forward_pass
 from megarl.trainer.other_models import OtherRole, architecture_of, other_roles
@@ -37,7 +37,7 @@ def job_of(config: Config, arch: Architecture) -> Job:
         ValueError: the ranks cannot be split as the configuration asks.
     """
     needs, kind = needs_of(config), flow_kind(config)
-    return Job(
+    job = Job(
         config=config,
         arch=arch.with_scalar_output() if kind.scores else arch,
         train=train_layout(config),
@@ -46,25 +46,35 @@ def job_of(config: Config, arch: Architecture) -> Job:
         reference=needs.reference,
         log_probs=not one_forward_pass(config, needs) if generates(config) else kind.compares_prompts,
     )
+    return replace(job, other_models=(*job.other_models, *(_own_model(role, job.actor) for role in kind.roles)))
+
+
+def _own_model(role: RoleKind, actor: ModelJob) -> ModelJob:
+    """Return the job of a model of a flow's own, which has the policy's layout and keys."""
+    return replace(
+        actor,
+        kind=role,
+        arch=actor.arch.with_scalar_output() if role.scalar else actor.arch,
+        mini_batch=None if role.update is None else actor.mini_batch,
+    )
 
 
 def _model_job(role: OtherRole, config: Config, policy: Architecture) -> ModelJob:
     """Return the job of a model beside the policy. Its forward pass goes through all sequences of a step in one
     plan."""
     settings, arch = role.settings, architecture_of(role.settings.model, policy)
-    n, mini_batch, epochs = config.actor_rollout_ref.rollout.n, None, 1
-    if isinstance(settings, CriticConfig):
-        mini_batch, epochs = config.critic_mini_batch_size * n, settings.ppo_epochs
+    n = config.actor_rollout_ref.rollout.n
     return ModelJob(
         config=config,
         kind=role.kind,
+        section=role.kind.name,
         arch=arch.with_scalar_output() if role.kind.scalar else arch,
         layout=train_layout(config, settings.megatron),
         megatron=settings.megatron,
         batching=settings,
         forward_batch=config.data.train_batch_size * n,
-        mini_batch=mini_batch,
-        epochs=epochs,
+        mini_batch=None if role.mini_batch is None else role.mini_batch * n,
+        epochs=role.epochs,
     )
 
 

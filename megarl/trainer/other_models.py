@@ -22,10 +22,14 @@ class OtherRole:
 
     Attributes:
         kind: its name is that of the configuration's section.
+        mini_batch: prompts of an optimizer step; None: it is only read.
+        epochs: passes over the sequences of a step in its update.
     """
 
     kind: RoleKind
     settings: CriticConfig | RewardModelConfig | TeacherConfig
+    mini_batch: int | None = None
+    epochs: int = 1
 
 
 def other_roles(config: Config, needs: Needs) -> Iterator[OtherRole]:
@@ -33,7 +37,8 @@ def other_roles(config: Config, needs: Needs) -> Iterator[OtherRole]:
     if not generates(config):
         return
     if needs.critic:
-        yield OtherRole(kind=CRITIC, settings=config.critic)
+        prompts, epochs = config.critic_mini_batch_size, config.critic.ppo_epochs
+        yield OtherRole(kind=CRITIC, settings=config.critic, mini_batch=prompts, epochs=epochs)
     if needs.teacher:
         yield OtherRole(kind=TEACHER, settings=config.teacher)
     if BY_MODEL in config.reward.names:

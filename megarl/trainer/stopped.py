@@ -6,11 +6,12 @@ from signal import Signals
 
 
 class RunStopped(RuntimeError):
-    """Raised on every rank alike; the message is one line that says why, what is left, and what to look at."""
+    """Ends a run on every rank before its last step; the message is one line that says why, what is left, and what to
+    look at."""
 
 
 class RunInterrupted(Exception):
-    """Raised on every rank alike, between two steps, after a signal; what was trained is saved.
+    """Ends a run on every rank between two steps, after a signal; what was trained is saved.
 
     Attributes:
         signal: what a rank got.
@@ -22,4 +23,4 @@ class RunInterrupted(Exception):
 
 
 class RunRefused(ValueError):
-    """Raised on every rank alike, before the first step; the message is one line that says what to change."""
+    """Ends a run on every rank before its first step; the message is one line that says what to change."""

@@ -10,7 +10,7 @@ from megarl.flow_kinds import FlowKind, flow_kind
 
 
 def check_unread(config: Config) -> None:
-    """Raise ValueError, in one line, for the first such key."""
+    """Raise ValueError, in one line, for the first key that is set and would not be read."""
     trainer = config.trainer
     if trainer.resume_from_path and trainer.resume_mode != "resume_path":
         raise ValueError(

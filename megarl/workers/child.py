@@ -126,7 +126,7 @@ class Child:
     # ------------------------------------------------------------------------------------------- the processes
 
     def _run(self) -> None:
-        if self._process is not None and self._owner != os.getpid():  # this is a fork of its parent, whose it stays
+        if self._process is not None and self._owner != os.getpid():  # in a fork the process is still the parent's
             for end in (self._control, self._connection):
                 if end is not None:
                     end.close()

@@ -106,7 +106,7 @@ def main(target: str, descriptor: int, parent: int) -> NoReturn:
 
     for signum in STOP_SIGNALS:
         signal.signal(signum, end_with_parent)
-    tell_of_parents_end(signal.SIGTERM)  # not SIGKILL: also the end of the thread that started this process is told
+    tell_of_parents_end(signal.SIGTERM)  # not SIGKILL: the kernel signals the end of the starting thread, too
     adopt_orphans()
     end_with_parent(signal.SIGTERM, None)  # it may have ended before the kernel was told
     module, _, name = target.partition(":")

@@ -62,7 +62,7 @@ def model(config: dict[str, Any], family: str, mlp: MLPPart, *, joined: bool) ->
         joined: as of `GatedDelta`.
     """
     config = _DEFAULTS | config
-    # of Llama's layer the attention alone
+    # Llama's layer, of which the attention alone is used
     layer = llama.layer(config | {"layer_types": None, "intermediate_size": 1}, family, partial_rotary=True)
     full = replace(layer, mlp=mlp).with_attention(qk_norm=True, zero_centered_norms=True, output_gate=True)
     linear = replace(

@@ -65,7 +65,7 @@ class Yarn:
 
     @property
     def rotation_factor(self) -> float:
-        """Compute what rotated queries and rotated keys are multiplied by."""
+        """Compute the factor that scales rotated queries and keys."""
         if self.attention_factor is not None:
             return self.attention_factor
         return self._grown(self.mscale) / self._grown(self.mscale_all_dim)

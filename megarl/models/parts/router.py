@@ -55,7 +55,9 @@ class Router:
         if self.scaling_factor == 0:
             raise ValueError("routed_scaling_factor = 0 is not supported: Megatron-Core takes it for 1")
         if self.experts_per_token > self.num_experts:
-            raise ValueError(f"{self.experts_per_token} experts per token of {self.num_experts} experts")
+            raise ValueError(
+                f"{self.experts_per_token} experts per token of {self.num_experts} experts: there are too few"
+            )
         if self.experts_per_token == 1 and self.norm_topk_prob:
             raise ValueError(
                 "norm_topk_prob with one expert per token makes every weight 1, so that nothing would train the router"

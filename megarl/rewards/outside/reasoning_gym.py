@@ -38,7 +38,7 @@ HARMLESS = {"json.loads", "re.compile"}
 
 
 def prepare() -> None:
-    """Import what takes long, without what draws: a hundred task generators."""
+    """Import reasoning_gym, a hundred task generators, without its libraries that draw."""
     for name, classes in _DRAWING.items():  # imported by cellpylib, for what nobody calls; half of the time and memory
         module = sys.modules.setdefault(name, types.ModuleType(name))
         vars(module).update(dict.fromkeys(classes, object))

@@ -126,7 +126,7 @@ class KVCache:
         return experts
 
     def _reach(self, block: int) -> None:
-        """Take memory for this block and those below it, if it is not there."""
+        """Allocate the cache up to this block, if it is not allocated."""
         size = self.layers[0].shape[1]
         if block < size:
             return

@@ -49,7 +49,10 @@ def check_shapes(config: Config, arch: Architecture) -> None:
     _check_recomputed(config, arch)
     _check_overrides(config, arch)
     if trains(config) and actor.use_dynamic_bsz and longest > actor.most_tokens(actor.megatron):
-        raise ValueError(f"{what} is more than actor.ppo_max_token_len_per_gpu = {actor.limit(actor.megatron)}")
+        limit = actor.limit(actor.megatron)
+        raise ValueError(
+            f"{what} is more than actor.ppo_max_token_len_per_gpu = {limit}: raise it, or lower the lengths"
+        )
     if generates(config):
         check_other_layouts(config, arch, needs_of(config))
 

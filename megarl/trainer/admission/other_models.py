@@ -9,7 +9,6 @@ from megarl.checkpoint.huggingface_folder import check_weights, refuse_remote_co
 from megarl.config import Config
 from megarl.models.architecture import Architecture
 from megarl.models.weights import SCORE
-from megarl.role_kinds import CRITIC
 from megarl.trainer.layouts import (
     check_megatron,
     check_padding,
@@ -60,7 +59,7 @@ def _check_layout(role: OtherRole, config: Config, policy: Architecture) -> None
         _check_vocabulary(arch, policy)
     layout = train_layout(config, megatron)
     check_megatron(megatron)
-    trained = role.kind.name == CRITIC.name
+    trained = role.kind.update is not None
     check_router_losses(role.kind.name, megatron, trains_experts=trained and arch.moe is not None)
     check_shared_prompts(role.kind.name, config.actor_rollout_ref.model, megatron, arch)
     check_padding(role.kind.name, config.actor_rollout_ref.model, layout)

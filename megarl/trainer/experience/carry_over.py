@@ -180,7 +180,7 @@ class CarryOver:
             raise ValueError("the experts of the responses under way have another type or shape")
         whole = counts.shape == (len(lengths),) and (counts >= 0).all() and counts.sum() == len(experts)
         if not whole or (experts < 0).any() or (experts >= empty.num_experts).any():
-            raise ValueError("the experts of the responses under way are not all whole")
+            raise ValueError("the experts of the responses under way do not add up: their file is damaged")
         return [empty.followed_by(part) for part in np.split(experts, np.cumsum(counts)[:-1])] if len(counts) else []
 
     def load_arrays(self, parts: Iterable[Mapping[str, Array]]) -> None:
@@ -215,9 +215,9 @@ class CarryOver:
         token_ends, span_ends = np.cumsum(arrays["length"]).tolist(), np.cumsum(arrays["span_count"]).tolist()
         tokens, drawn = len(arrays["token_ids"]), len(arrays["spans"])
         if {len(column) for column in whole.values()} - {len(token_ends)} or len(arrays["logp"]) != tokens:
-            raise ValueError("the responses under way are not all whole")
+            raise ValueError("the lengths of the responses under way do not add up: their file is damaged")
         if token_ends and (token_ends[-1], span_ends[-1]) != (tokens, drawn):
-            raise ValueError("the responses under way are not all whole")
+            raise ValueError("the lengths of the responses under way do not add up: their file is damaged")
         records = self._records(arrays, token_ends)
         for i, (token_end, span_end) in enumerate(zip(token_ends, span_ends, strict=True)):
             row = {name: column[i] for name, column in whole.items()}

@@ -17,7 +17,7 @@ from megarl.rewards.results import RewardError
 from megarl.rollout.replicas import Quota
 from megarl.trainer.experience.carry_over import CarryOver
 from megarl.trainer.experience.dynamic_sampling import fill_batch
-from megarl.trainer.experience.judging import Scoring
+from megarl.trainer.experience.scores import Scoring
 from megarl.trainer.records.first_step import remarks_on
 from megarl.trainer.records.score_metrics import part_metrics
 from megarl.trainer.records.step_metrics import episode_metrics, response_metrics, reward_metrics, spread_metrics
@@ -31,7 +31,7 @@ def collect(
     sampler: PromptSampler,
     score: Scoring,
     *,
-    greedy: bool,
+    greedy: bool = False,
     carry_over: CarryOver | None = None,
     everywhere: bool = True,
 ) -> Batch:
@@ -76,7 +76,7 @@ def collect(
 def batch_of_scored(
     run: Run, score: Scoring, rollouts: Rollouts, drawn: Rollouts, best_guess: Rollouts | None = None
 ) -> Batch:
-    """Score responses and show some of them; returns them as a batch, whose tokens stay on the ranks that have them.
+    """Score responses, show some, and return those to train on as a batch; tokens stay on the ranks that have them.
 
     Args:
         drawn: all responses that were generated. With `algorithm.filter_groups` they are scored by functions, and the

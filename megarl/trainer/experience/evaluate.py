@@ -25,17 +25,17 @@ from megarl.trainer.session.run import Run
 from megarl.types import Prompt, Rollout, Rollouts
 
 
-def evaluate(run: Run, generation: Generation, judge: Score | None = None) -> dict[str, float]:
+def evaluate(run: Run, generation: Generation, score: Score | None = None) -> dict[str, float]:
     """Answer and score each held-out prompt `rollout.val_kwargs.n` times; the responses go into the run's folder.
 
     Args:
-        judge: scores them; default: the run's reward function.
+        score: gives the scores; default: the run's reward function.
 
     Returns:
         val/reward, val/accuracy, val/failed, as `reward_metrics` has them, and below val/ what `metrics` says of data
         sources and of several samples, and `part_metrics` of parts; of episodes val/turns, their mean.
     """
-    rollouts = answered(run, generation, judge)
+    rollouts = answered(run, generation, score)
     records = records_of(rollouts, run.inputs, run.world)
     run.report.validation(run.row, records)
     overall, episodes = reward_metrics(rollouts.responses()), episode_metrics(rollouts)
@@ -52,7 +52,7 @@ def evaluate(run: Run, generation: Generation, judge: Score | None = None) -> di
 
 
 def answered(
-    run: Run, generation: Generation, judge: Score | None = None, on_finished: OnFinished | None = None
+    run: Run, generation: Generation, score: Score | None = None, on_finished: OnFinished | None = None
 ) -> Rollouts:
     """Answer all held-out prompts, and score the responses.
 
@@ -74,7 +74,7 @@ def answered(
         rollouts = generation.rollouts(
             inputs.val_prompts, n, params, seed=inputs.config.data.seed, round_=0, on_finished=told
         )
-    return (judge or partial(_score, run))(rollouts)
+    return (score or partial(_score, run))(rollouts)
 
 
 def _score(run: Run, rollouts: Rollouts) -> Rollouts:

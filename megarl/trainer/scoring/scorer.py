@@ -45,16 +45,16 @@ class Scorer:
         self._early: Results = {}
         hosts = world.all_gather(host_here(scores=world.rank in self._leaders), "the CPU cores of the ranks")
         settings, workers = inputs.config.reward, workers_of(world.rank, hosts, inputs.config.reward.workers)
-        self._judge: RewardPool | InRank | None = None
+        self._pool: RewardPool | InRank | None = None
         if workers and all(part.reward.named for part in self._functions):
-            self._judge = RewardPool(self._functions, settings, workers)
+            self._pool = RewardPool(self._functions, settings, workers)
         elif workers:
-            self._judge = InRank(self._functions[0], settings)
+            self._pool = InRank(self._functions[0], settings)
 
     def submit(self, place: int, rollout: Rollout) -> None:
         """Have a finished response scored while others are being generated: an `OnFinished`."""
         del place
-        assert self._judge is not None, "the first rank of each replica scores"
+        assert self._pool is not None, "the first rank of each replica scores"
         if not self._reads(rollout):
             return
         assert rollout.finish_reason is not None
@@ -65,7 +65,7 @@ class Scorer:
             finish_reason=rollout.finish_reason,
             prompt=value_or_none(rollout.prompt.row, self._inputs.config.data.prompt_key),
         )
-        self._judge.submit(_key(rollout), response, rollout.prompt, rollout.prompt.data_source)
+        self._pool.submit(_key(rollout), response, rollout.prompt, rollout.prompt.data_source)
 
     def __call__(self, rollouts: Rollouts) -> Rollouts:
         """Return the rollouts with `rewards`, the same on every rank; those that nobody submitted are scored now.
@@ -79,7 +79,7 @@ class Scorer:
         results = self._early | self._collect()
         missing = [rollout for rollout in rollouts if self._reads(rollout) and _key(rollout) not in results]
         if missing:
-            if self._judge is not None:
+            if self._pool is not None:
                 shared_out = missing[self._leaders.index(self._world.rank) :: len(self._leaders)]
                 here = [rollout for rollout in missing if isinstance(rollout.response, Tokens)]
                 for rollout in shared_out if rollouts.holders is None else here:
@@ -103,8 +103,8 @@ class Scorer:
 
     def close(self) -> None:
         """End the workers, whatever they are doing."""
-        if self._judge is not None:
-            self._judge.close()
+        if self._pool is not None:
+            self._pool.close()
 
     def _collect(self) -> Results:
         """Gather the results of all responses that were submitted on any rank since the last time; every rank calls
@@ -112,8 +112,8 @@ class Scorer:
         mine: dict[Any, Scored | Failure] = {}
         wrong: str | None = None
         try:
-            if self._judge is not None:
-                mine = self._judge.collect()
+            if self._pool is not None:
+                mine = self._pool.collect()
         except RewardError as e:
             wrong = str(e)
         failure = next(

@@ -53,8 +53,12 @@ class Run:
     role stands within `steps`; code between two loops is executed again.
 
     Attributes:
+        config: the run's configuration.
         inputs: what the run reads: data, tokenizer, reward.
+        world: all ranks of the run.
+        groups: the process groups of the actor's layout.
         records: what is told of the run and of its steps, with its engines.
+        report: prints lines, and writes metrics and samples.
         resumes: whether the run goes on from a checkpoint, so that first weights need not be read.
     """
 

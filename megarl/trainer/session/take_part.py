@@ -128,7 +128,7 @@ def _close_after(failure: BaseException, session: Run, *, ends: bool) -> None:
 
 
 def _saved_before(session: Run) -> str:
-    """Save the steps before one with a problem, on all ranks: it has changed nothing; return which one it is."""
+    """Save the last whole step on all ranks, and name the one that failed after it, which has changed nothing."""
     position = session.position
     try:
         session.save_whole_steps()

@@ -246,7 +246,7 @@ def _store(
 
 @triton.jit
 def _others(q, queries, head, there, rest, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Read the channels of the queries behind the first DIM; where there are none, these."""
+    """Read the query channels behind the first DIM; returns `queries` where there are none."""
     if DIM < WIDTH:
         inside = there[:, None] & (rest < WIDTH)[None, :]
         queries = tl.load(q + head[:, None] * WIDTH + rest[None, :], mask=inside, other=0.0)
