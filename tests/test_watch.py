@@ -248,7 +248,9 @@ def test_a_hang_without_an_exception_names_the_late_rank(ranks: Ranks, tmp_path:
 # --------------------------------------------------------------------------------------------------------- one door
 
 MEGARL = Path(__file__).parents[1] / "megarl"
-COLLECTIVES = re.compile(r"dist\.(all_\w+|broadcast\w*|barrier|gather\w*|reduce\w*|scatter\w*|monitored_barrier)$")
+COLLECTIVES = re.compile(
+    r"dist\.(all_\w+|broadcast\w*|barrier|gather\w*|reduce\w*|scatter\w*|monitored_barrier|P2POp|i?send|i?recv)$"
+)
 
 
 ELSEWHERE = {

@@ -12,7 +12,7 @@ from megarl.data.encode import TooLong, special_remark
 from megarl.data.example_scan import ExampleScan, numbers_of, sequences_of
 from megarl.data.examples import Example
 from megarl.data.files import data_files, row_prefix
-from megarl.data.formats import Format
+from megarl.data.formats import SEQUENCES, Format
 from megarl.data.index_cache import index_of
 from megarl.data.prompt_sampler import Fits
 from megarl.data.readers import Row
@@ -114,7 +114,7 @@ class ExampleSet(RowSet[Example]):
     @property
     def sequences(self) -> int:
         """Count the sequences of each example."""
-        return 2 if self._rules.format == "preferences" else 1
+        return SEQUENCES[self._rules.format]
 
     @property
     def longest(self) -> Example:

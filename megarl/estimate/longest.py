@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from megarl.data.formats import SEQUENCES
 from megarl.estimate.accelerator import Accelerator
 from megarl.estimate.budget import StageBudget, budget, passes
 from megarl.estimate.fit import RESERVE
@@ -70,7 +71,7 @@ def _passes(job: Job, stage: int) -> dict[str, int]:
 
 def _with_sequences_of(job: Job, tokens: int) -> Job:
     """Give all models such sequences, as many of them as before, one or a pair to a micro-batch."""
-    together = 2 if format_of(job.config) == "preferences" else 1
+    together = SEQUENCES.get(format_of(job.config), 1)  # a pair is compared within one micro-batch
     data = job.config.data.model_copy(update={"max_prompt_length": 1, "max_response_length": tokens - 1})
 
     def batching(model: ModelJob) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from megarl.algorithms.advantages import compute_advantages
 from megarl.algorithms.aggregation import token_weights
 from megarl.algorithms.changed_batch import changed_by
 from megarl.algorithms.declaration import Needs
+from megarl.algorithms.group_scores import over_parts, per_response
 from megarl.algorithms.kl import AdaptiveKlController
 from megarl.algorithms.over_tokens import mean
 from megarl.algorithms.returns import explained_variance, value_targets
@@ -128,7 +129,7 @@ def _record(run: Run, batch: Batch, kl: AdaptiveKlController) -> None:
         gap = batch.trained(batch.old_logp - batch.teacher_logp)
         run.log("teacher", {"kl": mean(batch, gap)})
     if batch.kl_in_reward is not None:
-        scored = batch.kl_in_reward[batch.response_lengths > 0]
+        scored = per_response(batch, over_parts(batch, batch.kl_in_reward))
         run.log("reward", {"kl": float(scored.mean()), "kl_coef": kl.coefficient})
         if run.config.algorithm.kl_ctrl.type == "adaptive":
             kl.update(float(scored.mean()), len(scored))

@@ -85,11 +85,11 @@ def take_part(
     watch = partial(world.watch.active, rank=world.rank, hosts=hosts, minutes=minutes)
     with watch(phase=lambda: "the start"):
         start = replace(_agree(inputs, world), places=tuple(places))
-    if done := finished(inputs, start):
-        _say(world, done)
-        return None
-    report = Report(inputs, rank=world.rank, first_step=start.state["row"] + 1 if start.folder else None)
-    session = Run(inputs, world, report, stop, start, callbacks)
+        if done := finished(inputs, start):
+            _say(world, done)
+            return None
+        report = Report(inputs, rank=world.rank, first_step=start.state["row"] + 1 if start.folder else None)
+        session = Run(inputs, world, report, stop, start, callbacks)
     stopped_by = None
     with watch(phase=lambda: session.timers.phase):
         try:
