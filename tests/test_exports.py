@@ -213,7 +213,7 @@ def test_a_tokenizer_that_transformers_reads_as_the_familys_is_apart(
     """As the quickstart's: beside a config.json of qwen2 every tokenizer is Qwen2's. Both lists of ids are named."""
     checkpoint, folder = exported(tmp_path, "qwen2", "quickstart")
     said = capsys.readouterr().out
-    assert "of 'a' transformers makes [], training made [2]; it is in tokenizer/: give that folder to Auto" in said
+    assert "transformers reads 'a' as [], training as [2]; it is in tokenizer/: give that folder to Auto" in said
     with pytest.raises((KeyError, ValueError)):
         AutoTokenizer.from_pretrained(folder)
     assert_read_alike(load_tokenizer(str(checkpoint)), folder, TEXTS)
