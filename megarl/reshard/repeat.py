@@ -36,11 +36,11 @@ def of_experts(name: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Repetitions:
-    """Says how often what is planned once occurs.
+    """Counts the layers and experts that are like one that is planned.
 
     Attributes:
-        layers: how many are alike, by the number of the first.
-        experts: the same of a layer's experts.
+        layers: number of equal layers, by the number of the first.
+        experts: number of equal experts of a layer, by the number of the first.
     """
 
     layers: Mapping[int, int]
