@@ -154,7 +154,7 @@ def test_prompts_with_other_experts_recorded_are_others() -> None:
 def test_a_first_token_that_is_trained_is_refused() -> None:
     batch = _turns()
     batch = batch.with_(response_mask=torch.ones_like(batch.response_mask))
-    with pytest.raises(ValueError, match="a sequence.s first token is to be trained, but no token precedes it"):
+    with pytest.raises(ValueError, match=r"a sequence.s first token is to be trained, but no token precedes it"):
         make_micro_batch(batch, range(8), packed=True, shard=SequenceShard(), device=CPU)
 
 

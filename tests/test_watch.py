@@ -18,9 +18,10 @@ import pytest
 import tiny_run
 import torch.distributed as dist
 from ranks import Ranks
+from run_cases import run_here
 from selection import quick
 from small_state import STATE, rl_step
-from tiny_run import write_run
+from tiny_run import metrics_of, write_run
 from torch.distributed import distributed_c10d
 from training_cases import Case, actor_in, beside, fixed_batch, save_checkpoint, update
 
@@ -276,6 +277,35 @@ ELSEWHERE = {
 def _collectives(tree: ast.Module) -> list[str]:
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return [ast.unparse(call) for call in calls if COLLECTIVES.match(ast.unparse(call.func))]
+
+
+SLOW_LOSS = """
+import time
+import torch.distributed as dist
+from megarl.algorithms.losses.vanilla import vanilla
+
+
+def slow(settings):
+    loss = vanilla(settings)
+
+    def mine(x):
+        time.sleep(dist.get_rank())
+        return loss(x)
+
+    mine.columns = loss.columns
+    return mine
+"""
+
+
+def test_a_rank_that_computes_longer_is_the_straggler_of_an_update(ranks: Ranks, tmp_path: Path) -> None:
+    """The other one waits for its gradients meanwhile."""
+    (tmp_path / "slow.py").write_text(SLOW_LOSS)
+    keys = {"trainer__val_before_train": False, "trainer__total_training_steps": 1, "trainer__logger": ["jsonl"]}
+    words = [f"actor_rollout_ref.actor.policy_loss.loss_mode={tmp_path}/slow.py:slow"]
+    for ended, said in ranks.run(2, run_here, str(write_run(tmp_path, **keys)), words):
+        assert ended == "", said
+    row = metrics_of(tmp_path)[-1]
+    assert row["straggler/update_rank"] == 1 and row["straggler/update_excess_s"] > 1.0
 
 
 def _threads_after_runs(configs: list[str]) -> list[int]:

@@ -61,7 +61,9 @@ class PolicyUpdate:
                     batch = batch.with_(old_logp=logp)
                     check_gap(batch, run.config, run.position.step)
                 run.log("actor", metrics)
-                run.log("perf", {"gradient_sync_s": self._actor.gradient_sync.seconds})
+                synced = self._actor.gradient_sync.seconds
+                run.records.pace.waited(Phase.UPDATE, synced)
+                run.log("perf", {"gradient_sync_s": synced})
         return batch
 
 

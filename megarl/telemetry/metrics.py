@@ -307,8 +307,8 @@ _MACHINE = (
     _m(
         "straggler/rank",
         "rank",
-        "the rank that worked longest in the step, waits for all ranks left out; those inside the collectives of "
-        "a pass count as work",
+        "the rank that worked longest in the step, waits for all ranks and for their gradients left out; those "
+        "inside the collectives of a pass count as work",
         "max",
     ),
     _m("straggler/node", "node", "the node whose ranks worked longest in the step; with several nodes", "max"),
@@ -317,8 +317,8 @@ _MACHINE = (
     _m(
         "straggler/{phase}_rank",
         "rank",
-        "the rank that worked longest in a phase, waits for all ranks left out; those inside the collectives of a pass "
-        "(tensor, pipeline, data parallel) count as work",
+        "the rank that worked longest in a phase, waits for all ranks and for their gradients left out; those inside "
+        "the collectives of a pass (tensor, pipeline) count as work",
         "max",
     ),
     _m(
