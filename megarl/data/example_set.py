@@ -59,7 +59,7 @@ def load_examples(
     sources = data_files(files, what)
     large = what != "data.val_files" and sum(file.size for file in sources) > LATER_BYTES
     drawn = large and data.filter_overlong_prompts
-    rules = ExampleScan(
+    scan = ExampleScan(
         what=what,
         data=data,
         special_tokens=tuple(tokenizer.special_tokens),
@@ -68,11 +68,11 @@ def load_examples(
         drawn=drawn,
         hint="data.filter_overlong_prompts=true has rows tokenised when they are drawn" if large and not drawn else "",
     )
-    index = index_of(sources, rules, tokenizer, tokenizer_key=tokenizer_key, small_bytes=SMALL_BYTES)
+    index = index_of(sources, scan, tokenizer, tokenizer_key=tokenizer_key, small_bytes=SMALL_BYTES)
     if not len(index.rows):
         prompt, response = _limits(data)
         raise ValueError(f"{what}: none of the {index.seen} rows keeps to {prompt} and {response} tokens")
-    return ExampleSet(index, rules, tokenizer)
+    return ExampleSet(index, scan, tokenizer)
 
 
 class ExampleSet(RowSet[Example]):
@@ -82,13 +82,13 @@ class ExampleSet(RowSet[Example]):
         drawn: they are tokenised when they are drawn, so that some may be too long, which `fits` tells.
     """
 
-    def __init__(self, index: Index, rules: ExampleScan, tokenizer: Tokenizer) -> None:
+    def __init__(self, index: Index, scan: ExampleScan, tokenizer: Tokenizer) -> None:
         """
         Raises:
             ValueError: a row that is tried cannot be used, or all that are tried are too long.
         """
-        super().__init__(index, _remarks(index, rules), reads_files=rules.drawn)
-        self.drawn, self._rules, self._tokenizer = rules.drawn, rules, tokenizer
+        super().__init__(index, _remarks(index, scan), reads_files=scan.drawn)
+        self.drawn, self._scan, self._tokenizer = scan.drawn, scan, tokenizer
         self._held: dict[int, tuple[Any, float]] = {}  # numbers and label of rows that fit, by their place
         self._held_numbers = 0
         if self.drawn:
@@ -114,7 +114,7 @@ class ExampleSet(RowSet[Example]):
     @property
     def sequences(self) -> int:
         """Count the sequences of each example."""
-        return SEQUENCES[self._rules.format]
+        return SEQUENCES[self._scan.format]
 
     @property
     def longest(self) -> Example:
@@ -144,7 +144,7 @@ class ExampleSet(RowSet[Example]):
 
     def _tokenised(self, fields: Any) -> Example:
         row = Row(*self._source_and_columns(fields))
-        return OF_ROW[self._rules.format](row, self._rules.data, self._tokenizer)
+        return OF_ROW[self._scan.format](row, self._scan.data, self._tokenizer)
 
     def _hold(self, i: int, example: Example) -> None:
         numbers = numbers_of(example)
@@ -162,14 +162,14 @@ class ExampleSet(RowSet[Example]):
                 self._tokenised(self._index.rows[i])
             except TooLong:
                 overlong += 1
-        what, count = self._rules.what, len(tried)
+        what, count = self._scan.what, len(tried)
         if overlong == count:
-            limits = " and ".join(_limits(self._rules.data))
+            limits = " and ".join(_limits(self._scan.data))
             raise ValueError(f"{what}: none of the {count} rows that were tried keeps to {limits} tokens")
         if not overlong:
             return ()
         return (
-            f"remark: {what}: {overlong} of {count} rows that were tried are over {_limit(self._rules)} tokens; such "
+            f"remark: {what}: {overlong} of {count} rows that were tried are over {_limit(self._scan)} tokens; such "
             f"rows are left out when they are drawn",
         )
 
@@ -195,28 +195,28 @@ def _limits(data: DataConfig) -> tuple[str, str]:
     )
 
 
-def _limit(rules: ExampleScan) -> str:
-    data = rules.data
-    if data.messages_key and rules.format == "demonstrations":
+def _limit(scan: ExampleScan) -> str:
+    data = scan.data
+    if data.messages_key and scan.format == "demonstrations":
         return f"data.max_prompt_length + data.max_response_length = {data.max_sequence_length}"
     return " or ".join(_limits(data))
 
 
-def _remarks(index: Index, rules: ExampleScan) -> tuple[str, ...]:
-    what, data = rules.what, rules.data
-    remarks = (*special_remark(what, index.special, index.seen, data), *_nothing_to_learn(index, rules))
+def _remarks(index: Index, scan: ExampleScan) -> tuple[str, ...]:
+    what, data = scan.what, scan.data
+    remarks = (*special_remark(what, index.special, index.seen, data), *_nothing_to_learn(index, scan))
     if not index.overlong:
         return remarks
-    left_out = f"{index.overlong} of {index.seen} rows left out: {index.overlong} over {_limit(rules)} tokens"
+    left_out = f"{index.overlong} of {index.seen} rows left out: {index.overlong} over {_limit(scan)} tokens"
     return (f"{what}: {left_out}", *remarks)
 
 
-def _nothing_to_learn(index: Index, rules: ExampleScan) -> tuple[str, ...]:
+def _nothing_to_learn(index: Index, scan: ExampleScan) -> tuple[str, ...]:
     """Write the remark on pairs with the same answer twice, or on labels that are all the same: they teach nothing."""
     if index.same:
-        return (f"remark: {rules.what}: in {index.same} of {len(index.rows)} pairs chosen and rejected are the same",)
-    labels = np.unique(index.rows["value"]).tolist() if rules.format == "judged" else []
+        return (f"remark: {scan.what}: in {index.same} of {len(index.rows)} pairs chosen and rejected are the same",)
+    labels = np.unique(index.rows["value"]).tolist() if scan.format == "judged" else []
     if len(labels) == 1:
         count, label = len(index.rows), f"{labels[0]:g}"
-        return (f"remark: {rules.what}: all {count} answers have the label {label}; the other one is missing",)
+        return (f"remark: {scan.what}: all {count} answers have the label {label}; the other one is missing",)
     return ()

@@ -44,7 +44,7 @@ class TooLarge(ValueError):
 
 
 def make_index(
-    files: list[DataFile], rules: Scan, tokenizer: Tokenizer, folder: Path | None, progress: Progress
+    files: list[DataFile], scan: Scan, tokenizer: Tokenizer, folder: Path | None, progress: Progress
 ) -> Index:
     """Look at every row of the files, or of `data.source` where there are none.
 
@@ -56,36 +56,36 @@ def make_index(
         ValueError: the first row that cannot be used; a file that is malformed.
         OSError: the folder cannot hold the index.
     """
-    making = _Making(rules, tokenizer, folder, progress)
+    making = _Making(scan, tokenizer, folder, progress)
     if folder is not None:
-        with ScanWorkers(rules) as workers:
+        with ScanWorkers(scan) as workers:
             making.add(workers.look_at(making.stretches(files)))
     else:
-        making.add(look_at(stretch, rules) for stretch in making.stretches(files))
+        making.add(look_at(stretch, scan) for stretch in making.stretches(files))
     return making.finished()
 
 
 class _Making:
     """Builds an index, stretch by stretch."""
 
-    def __init__(self, rules: Scan, tokenizer: Tokenizer, folder: Path | None, progress: Progress) -> None:
-        self._rules, self._folder, self._progress = rules, folder, progress
-        self._settler = Settler(rules, tokenizer, together=folder is not None)
+    def __init__(self, scan: Scan, tokenizer: Tokenizer, folder: Path | None, progress: Progress) -> None:
+        self._scan, self._folder, self._progress = scan, folder, progress
+        self._settler = Settler(scan, tokenizer, together=folder is not None)
         self._index = Index(rows=None, tokens=None)
         self._rows, self._tokens = self._output("rows.bin"), self._output("tokens.bin")
         self._stored, self._contents = 0, hashlib.blake2b(digest_size=8)
         self._stretches: list[tuple[int, int]] = []  # file and bytes of each, in order
         self._rows_of: list[int] = []  # seen in each file
         self._done, self._total = 0, 0  # bytes
-        self._last_line, self._hint = time.monotonic(), f"; {rules.hint}" if rules.hint else ""
+        self._last_line, self._hint = time.monotonic(), f"; {scan.hint}" if scan.hint else ""
 
     def stretches(self, files: list[DataFile]) -> Iterator[Stretch]:
         """Divide the files into stretches, in order; fetch and convert files on the way, where they have to be."""
         self._total = sum(file.size for file in files)
         if not files:
             assert self._folder is not None
-            spool(self._rules.data.source, self._folder / "0.jsonl", self._rules.what, self._progress)
-            yield from self._of_jsonl(self._rules.data.source, 0, str(self._folder / "0.jsonl"), local=False)
+            spool(self._scan.data.source, self._folder / "0.jsonl", self._scan.what, self._progress)
+            yield from self._of_jsonl(self._scan.data.source, 0, str(self._folder / "0.jsonl"), local=False)
         for file in files:
             if is_table(file):
                 yield from self._of_table(file)
@@ -94,7 +94,7 @@ class _Making:
             else:
                 yield from self._of_jsonl(file.name, file.entry, self._as_jsonl(file), local=False)
             if not file.unchanged():
-                raise ValueError(f"{self._rules.what}: '{file.name}' changed while it was read; start again")
+                raise ValueError(f"{self._scan.what}: '{file.name}' changed while it was read; start again")
 
     def add(self, results: Iterable[Scanned]) -> None:
         """Add the rows of each stretch to the index, in order."""
@@ -103,7 +103,7 @@ class _Making:
             rows, seen = scanned.rows, self._index.seen
             rows["index"] += seen
             rows["file"] = file
-            self._rules.settle(scanned)
+            self._scan.settle(scanned)
             kept = self._settle(scanned.unsettled, rows)
             self._store(scanned, rows)
             rows["check"] ^= checks_of(rows)
@@ -123,19 +123,19 @@ class _Making:
             self._say()
         for (name, *_), count in zip(self._index.files, self._rows_of, strict=True):
             if not count:
-                raise no_rows(name, self._rules.what)
+                raise no_rows(name, self._scan.what)
 
     def finished(self) -> Index:
         """Finish the index, without its duplicates if these are to be dropped."""
         index = self._index
         index.rows, index.tokens = self._input(self._rows, FIELDS), self._input(self._tokens, np.dtype("<i4"))
-        if self._rules.training and self._rules.data.drop_duplicates and len(index.rows):
+        if self._scan.training and self._scan.data.drop_duplicates and len(index.rows):
             first = np.zeros(len(index.rows), bool)
             first[np.unique(index.rows["prompt"], return_index=True)[1]] = True
             index.duplicates = int((~first).sum())
             index.rows = index.rows[first] if self._folder is None else _rewritten(index.rows, first)
-        if self._rules.read_again:
-            index.digest = _digest(index.rows, self._rules)
+        if self._scan.read_again:
+            index.digest = _digest(index.rows, self._scan)
         else:
             index.digest = self._contents.hexdigest()
             self._forget_rows()
@@ -178,17 +178,17 @@ class _Making:
         number = self._add_file(name, entry, "jsonl", kept)
         try:
             with open_lines(source) as f:
-                for start, end, line in _stretches(f, row_prefix(name), self._rules.what):
+                for start, end, line in _stretches(f, row_prefix(name), self._scan.what):
                     self._stretches.append((number, end - start))
                     yield Stretch("jsonl", source, name, start, end, line)
         except OSError as e:
             if not local:
                 raise
-            raise ValueError(f"{self._rules.what}: '{name}' cannot be read: {e.strerror}") from e
+            raise ValueError(f"{self._scan.what}: '{name}' cannot be read: {e.strerror}") from e
 
     def _as_jsonl(self, file: DataFile) -> str | bytes:
         """Write a file's rows as lines of JSON, to the folder or to memory; return the path or the bytes."""
-        lines = json_lines(file, self._rules.what)
+        lines = json_lines(file, self._scan.what)
         if self._folder is None:
             return b"".join(self._held(lines, file, len))
         path = self._folder / f"{len(self._index.files)}.jsonl"
@@ -204,13 +204,13 @@ class _Making:
 
         path = None if self._folder is None else str(self._folder / f"{len(self._index.files)}.arrow")
         sink = pyarrow.BufferOutputStream() if path is None else pyarrow.OSFile(path, "wb")
-        batches = table_batches(file, self._rules.what)
+        batches = table_batches(file, self._scan.what)
         with sink if path else nullcontext():
             bounded = batches if path else self._held(batches, file, lambda batch: batch.nbytes)
             sizes = _write_arrow(bounded, sink, self._progress)
         source = path or sink.getvalue()
         number = self._add_file(file.name, file.entry, "arrow", os.path.basename(path) if path else source)
-        step, line = 16 if self._rules.read_again else 1, 1  # the tokens of a stretch are in memory
+        step, line = 16 if self._scan.read_again else 1, 1  # the tokens of a stretch are in memory
         for first in range(0, len(sizes), step):
             rows = sum(sizes[first : first + step])
             self._stretches.append((number, file.size * rows // sum(sizes)))
@@ -223,7 +223,7 @@ class _Making:
         for part in parts:
             size += size_of(part)
             if size > HELD_BYTES:
-                raise TooLarge(f"{self._rules.what}: '{file.name}' comes to rows of more than {HELD_BYTES} bytes")
+                raise TooLarge(f"{self._scan.what}: '{file.name}' comes to rows of more than {HELD_BYTES} bytes")
             yield part
 
     def _add_file(self, name: str, entry: int, kind: str, path: Any) -> int:
@@ -245,7 +245,7 @@ class _Making:
             return
         self._last_line = time.monotonic()
         part = f"{self._done / self._total:.0%} of {self._total / 1e9:.1f} GB looked at, " if self._total else ""
-        print(f"megarl: {self._rules.what}: {part}{self._index.seen} rows{self._hint}", file=sys.stderr, flush=True)
+        print(f"megarl: {self._scan.what}: {part}{self._index.seen} rows{self._hint}", file=sys.stderr, flush=True)
         self._hint = ""
 
 
@@ -300,11 +300,11 @@ def _write_arrow(batches: Iterator[Any], sink: Any, progress: Progress) -> list[
     return written
 
 
-def _digest(rows: Any, rules: Scan) -> str:
-    data, step = rules.data, 2**16
-    cut: list[str | int] = [data.truncation, data.max_prompt_length] if rules.cuts else []
+def _digest(rows: Any, scan: Scan) -> str:
+    data, step = scan.data, 2**16
+    cut: list[str | int] = [data.truncation, data.max_prompt_length] if scan.cuts else []
     cut += ["read_special_tokens"] if data.read_special_tokens else []
-    settings = rules.settings if rules.answers else []
+    settings = scan.settings if scan.answers else []
     total = hashlib.blake2b(json.dumps([data.answer_key, *cut, *settings]).encode(), digest_size=8)
     for i in range(0, len(rows), step):
         block = rows[i : i + step]

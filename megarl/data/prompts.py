@@ -48,7 +48,7 @@ def load_prompts(
             long, a row that the reward refuses, or no prompt left after filtering.
     """
     training = what == "data.train_files"
-    rules = Scan(
+    scan = Scan(
         what=what,
         data=data,
         bounded=bounded(tokenizer),
@@ -56,17 +56,17 @@ def load_prompts(
         training=training,
         special_tokens=tuple(tokenizer.special_tokens),
     )
-    _check_keys(rules)
+    _check_keys(scan)
     if data.source and training:
         if files:
             raise ValueError("data.source and data.train_files both name the training rows; leave one of them out")
-        rules, sources = replace(rules, what="data.source"), []
+        scan, sources = replace(scan, what="data.source"), []
     else:
         sources = data_files(files, what)
-    index = index_of(sources, rules, tokenizer, tokenizer_key=tokenizer_key, small_bytes=SMALL_BYTES)
+    index = index_of(sources, scan, tokenizer, tokenizer_key=tokenizer_key, small_bytes=SMALL_BYTES)
     if not len(index.rows):
-        raise ValueError(_none_left(index, rules))
-    prompts = PromptSet(index, rules, tokenizer)
+        raise ValueError(_none_left(index, scan))
+    prompts = PromptSet(index, scan, tokenizer)
     if training and data.weights and 0 in prompts.sizes:
         number = prompts.sizes.index(0) + 1
         raise ValueError(f"data.weights: entry {number} of data.train_files has no rows of its own to draw from")
@@ -76,9 +76,9 @@ def load_prompts(
 class PromptSet(RowSet[Prompt]):
     """Holds the prompts of some files, in their order. Only the rows that are drawn become Python objects."""
 
-    def __init__(self, index: Index, rules: Scan, tokenizer: Tokenizer) -> None:
-        super().__init__(index, _remarks(index, rules))
-        self._rules, self._data, self._tokenizer = rules, rules.data, tokenizer
+    def __init__(self, index: Index, scan: Scan, tokenizer: Tokenizer) -> None:
+        super().__init__(index, _remarks(index, scan))
+        self._scan, self._data, self._tokenizer = scan, scan.data, tokenizer
         self._stems = [stem_of(name) for name, *_ in index.files]
 
     def row(self, i: int) -> Row:
@@ -88,7 +88,7 @@ class PromptSet(RowSet[Prompt]):
     @property
     def checked_for(self) -> Scorers:
         """Return the scorers that can score responses to all prompts."""
-        return self._rules.scorers
+        return self._scan.scorers
 
     @property
     def sources(self) -> set[str]:
@@ -119,10 +119,10 @@ class PromptSet(RowSet[Prompt]):
         return Prompt(index=int(fields["index"]), token_ids=ids, row=row.columns, source=row.source, data_source=where)
 
 
-def _check_keys(rules: Scan) -> None:
+def _check_keys(scan: Scan) -> None:
     """Check the keys about training rows; a file of the user that one names is imported here."""
-    data = rules.data
-    if not rules.training:
+    data = scan.data
+    if not scan.training:
         return
     if data.weights and data.source:
         raise ValueError("data.weights weighs the entries of data.train_files, which data.source stands for")
@@ -136,29 +136,29 @@ def _check_keys(rules: Scan) -> None:
     load_curriculum(data.curriculum)
 
 
-def _remarks(index: Index, rules: Scan) -> tuple[str, ...]:
+def _remarks(index: Index, scan: Scan) -> tuple[str, ...]:
     reasons = {
-        f"over data.max_prompt_length = {rules.data.max_prompt_length} tokens": index.overlong,
+        f"over data.max_prompt_length = {scan.data.max_prompt_length} tokens": index.overlong,
         "by data.filter": index.filtered,
         "whose prompt an earlier row has": index.duplicates,
     }
     left_out = [f"{count} {reason}" for reason, count in reasons.items() if count]
-    remarks = special_remark(rules.what, index.special, index.seen, rules.data)
-    if rules.what == "data.source":
+    remarks = special_remark(scan.what, index.special, index.seen, scan.data)
+    if scan.what == "data.source":
         remarks += (
-            f"data.source: {index.seen} rows, as {rules.data.source} gave them when it was asked once; it is asked "
+            f"data.source: {index.seen} rows, as {scan.data.source} gave them when it was asked once; it is asked "
             f"again when its file or its attribute `version` changes",
         )
     if not left_out:
         return remarks
     return (
         *remarks,
-        f"{rules.what}: {index.seen - len(index.rows)} of {index.seen} rows left out: {', '.join(left_out)}",
+        f"{scan.what}: {index.seen - len(index.rows)} of {index.seen} rows left out: {', '.join(left_out)}",
     )
 
 
-def _none_left(index: Index, rules: Scan) -> str:
-    limit = rules.data.max_prompt_length
+def _none_left(index: Index, scan: Scan) -> str:
+    limit = scan.data.max_prompt_length
     if index.filtered:
-        return f"{rules.what}: data.filter and data.max_prompt_length = {limit} leave none of the {index.seen} prompts"
-    return f"{rules.what}: none of the {index.seen} prompts has at most data.max_prompt_length = {limit} tokens"
+        return f"{scan.what}: data.filter and data.max_prompt_length = {limit} leave none of the {index.seen} prompts"
+    return f"{scan.what}: none of the {index.seen} prompts has at most data.max_prompt_length = {limit} tokens"

@@ -152,7 +152,7 @@ class Scan:
         Args:
             stem: of their file's name.
         """
-        return scan(rows, self, stem)
+        return scan_rows(rows, self, stem)
 
     def settle(self, scanned: Scanned) -> None:
         """Tokenise what the rows of a chunk, and of those before it, depend on; raises ValueError where that fails."""
@@ -242,22 +242,22 @@ def bounded(tokenizer: Tokenizer) -> bool:
     return all(len(tokenizer.encode("a" + 16 * c)) <= 2 + 16 * len(c) for c in characters)
 
 
-def scan(rows: Iterable[Placed], rules: Scan, stem: str) -> Scanned:
+def scan_rows(rows: Iterable[Placed], scan: Scan, stem: str) -> Scanned:
     """Look at some rows: see `Scan.look_at`."""
     fields: list[tuple[int | float, ...]] = []
     out = Scanned(rows=None)
     try:
         for placed in rows:
             out.seen += 1
-            if rules.keep is not None and not rules.keep(placed.row):
+            if scan.keep is not None and not scan.keep(placed.row):
                 out.filtered += 1
                 continue
-            source = source_of(placed.row.columns, rules.data, stem)
+            source = source_of(placed.row.columns, scan.data, stem)
             if len(out.sources) < MOST_SOURCES:
                 out.sources.add(source)
-            prompt, difficulty, refusal = _look_at(placed.row, rules, source)
-            out.special += any(map(rules.spells_special_token, strings_in(prompt)))
-            if rules.needs_tokens(prompt):
+            prompt, difficulty, refusal = _look_at(placed.row, scan, source)
+            out.special += any(map(scan.spells_special_token, strings_in(prompt)))
+            if scan.needs_tokens(prompt):
                 out.unsettled.append(Unsettled(len(fields), placed.row.source, prompt, refusal))
             elif refusal:
                 raise ValueError(refusal)
@@ -340,14 +340,14 @@ def source_of(columns: Mapping[str, Any], data: DataConfig, stem: str) -> str:
     return stem if named is None else str(named)
 
 
-def _look_at(row: Row, rules: Scan, source: str) -> tuple[str | Conversation, float, str]:
+def _look_at(row: Row, scan: Scan, source: str) -> tuple[str | Conversation, float, str]:
     """Return the row's prompt and difficulty, and why no reward could score a response to it."""
-    data = rules.data
+    data = scan.data
     prompt = prompt_of(row, data)
     if data.answer_key != DataConfig().answer_key:  # misspelt, another column called "answer" would be taken for it
         require_column([row], data.answer_key, "data.answer_key")
-    difficulty = _difficulty(row, rules.difficulty_key) if rules.difficulty_key else 0.0
-    wrong = refusal_of(with_answer(row.columns, data.answer_key), source, rules.scorers)
+    difficulty = _difficulty(row, scan.difficulty_key) if scan.difficulty_key else 0.0
+    wrong = refusal_of(with_answer(row.columns, data.answer_key), source, scan.scorers)
     return prompt, difficulty, f"{row.source}: {wrong}" if wrong else ""
 
 

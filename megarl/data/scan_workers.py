@@ -46,32 +46,32 @@ class Stretch(NamedTuple):
     line: int = 1
 
 
-def look_at(stretch: Stretch, rules: Scan) -> Scanned:
+def look_at(stretch: Stretch, scan: Scan) -> Scanned:
     """Look at the rows in a part of a file; raises ValueError for a file that cannot be read."""
     stem = stem_of(stretch.name)
     try:
         if stretch.kind == "arrow":
             rows = arrow_rows(stretch.source, stretch.name, stretch.start, stretch.end, stretch.line)
-            return rules.look_at(rows, stem)
-        lines = lines_of(stretch.source, stretch.name, stretch.start, stretch.end, stretch.line, rules.what)
-        return rules.look_at(lines, stem)
+            return scan.look_at(rows, stem)
+        lines = lines_of(stretch.source, stretch.name, stretch.start, stretch.end, stretch.line, scan.what)
+        return scan.look_at(lines, stem)
     except OSError as e:
-        raise ValueError(f"{rules.what}: '{stretch.name}' cannot be read: {e.strerror or e}") from e
+        raise ValueError(f"{scan.what}: '{stretch.name}' cannot be read: {e.strerror or e}") from e
 
 
 class ScanWorkers(AbstractContextManager["ScanWorkers"]):
     """Runs processes that look at stretches, and ends them with the context."""
 
-    def __init__(self, rules: Scan) -> None:
-        self._rules = rules
+    def __init__(self, scan: Scan) -> None:
+        self._scan = scan
         environment = {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
-        target = f"{__name__}:{'serve_without_torch' if rules.answers else 'serve'}"
+        target = f"{__name__}:{'serve_without_torch' if scan.answers else 'serve'}"
         self._process = Interpreter(target, environment=environment)
-        pairs = [socket.socketpair() for _ in range(min(rules.most_processes, len(os.sched_getaffinity(0))))]
+        pairs = [socket.socketpair() for _ in range(min(scan.most_processes, len(os.sched_getaffinity(0))))]
         self._connections = [own for own, _ in pairs]
         try:
             self._process.pass_on([other for _, other in pairs])
-            self._process.send(pickle.dumps(rules))
+            self._process.send(pickle.dumps(scan))
         except OSError:
             raise self._lost() from None
         finally:
@@ -110,7 +110,7 @@ class ScanWorkers(AbstractContextManager["ScanWorkers"]):
     def _lost(self) -> ValueError:
         self._process.close(ENDS_SECONDS)
         how = how_it_ended(self._process.process.returncode)
-        return ValueError(f"{self._rules.what}: a process that read the rows {how}; start again, with more memory")
+        return ValueError(f"{self._scan.what}: a process that read the rows {how}; start again, with more memory")
 
 
 def serve_without_torch(connection: socket.socket) -> None:
@@ -129,13 +129,13 @@ def serve(connection: socket.socket) -> None:
     message = read_message(connection.fileno())
     if message is None:
         return
-    rules = pickle.loads(message)
-    rules.prepare()
+    scan = pickle.loads(message)
+    scan.prepare()
     gc.freeze()  # a collection would write to the pages that are shared
     parent, workers = os.getpid(), set()
     for descriptor in descriptors:
         if not (pid := os.fork()):
-            _work(descriptor, rules, parent)
+            _work(descriptor, scan, parent)
         workers.add(pid)
     while workers:
         pid, status = os.wait()
@@ -148,7 +148,7 @@ def serve(connection: socket.socket) -> None:
         workers.discard(pid)
 
 
-def _work(descriptor: int, rules: Scan, parent: int) -> NoReturn:
+def _work(descriptor: int, scan: Scan, parent: int) -> NoReturn:
     """Scan the stretches that come over a connection, until nothing more comes."""
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
@@ -156,7 +156,7 @@ def _work(descriptor: int, rules: Scan, parent: int) -> NoReturn:
     while (message := read_message(descriptor)) is not None:
         answer: Scanned | ValueError
         try:
-            answer = look_at(pickle.loads(message), rules)
+            answer = look_at(pickle.loads(message), scan)
         except ValueError as e:  # a user's file that cannot be imported, a file that is gone
             answer = ValueError(str(e))
         with suppress(OSError):  # nobody waits for it

@@ -13,12 +13,12 @@ from megarl.data.tokenizer import Tokenizer
 class Settler:
     """Tokenises prompts, except those that certainly fit, as an earlier prompt with the same roles tells."""
 
-    def __init__(self, rules: Scan, tokenizer: Tokenizer, *, together: bool) -> None:
+    def __init__(self, scan: Scan, tokenizer: Tokenizer, *, together: bool) -> None:
         """
         Args:
             together: texts are handed to the tokenizer many at a time, which has threads for them.
         """
-        self._rules, self._tokenizer, self._together = rules, tokenizer, together
+        self._scan, self._tokenizer, self._together = scan, tokenizer, together
         self._templates: dict[tuple[str, ...], int] = {}
 
     def settle(self, prompts: list[Unsettled]) -> Iterator[tuple[Unsettled, tuple[int, ...] | None]]:
@@ -30,9 +30,9 @@ class Settler:
         prompts = [prompt for prompt in prompts if prompt.refusal or not self._fits(prompt.prompt)]
         for prompt, ids in zip(prompts, self._encoded(prompts), strict=True):
             try:
-                tokens = usable_ids(ids, prompt.source, self._rules.data)
+                tokens = usable_ids(ids, prompt.source, self._scan.data)
             except TooLong:
-                if not self._rules.data.filter_overlong_prompts:
+                if not self._scan.data.filter_overlong_prompts:
                     raise
                 yield prompt, None
                 continue
@@ -56,7 +56,7 @@ class Settler:
             return False
         roles = tuple(message["role"] for message in messages)
         if roles in self._templates:
-            return self._rules.fits(" ".join(message["content"] for message in messages), self._templates[roles])
+            return self._scan.fits(" ".join(message["content"] for message in messages), self._templates[roles])
         with suppress(ValueError):  # the row that comes next says so, with its name
             short = [{"role": role, "content": "a"} for role in roles]
             self._templates[roles] = len(self._tokenizer.encode_chat(short)) + 16
