@@ -97,7 +97,7 @@ prepare_venv() {
             "python3.11-venv, or set MEGARL_PYTHON to an interpreter that has MegaRL's requirements"
         # venv empties the folder that a link leads to, which may be another repository's
         [[ ! -L $VENV ]] || fail ".venv is a link, and an environment cannot be made there: remove it," \
-            "or set MEGARL_PYTHON=$VENV/bin/python"
+            "or set MEGARL_PYTHON to an interpreter that has MegaRL's requirements"
         stage "making .venv with $("$python" --version)" "$python" -m venv --clear "$VENV"
         echo "$VENV" >"$VENV/.megarl-place"
     fi

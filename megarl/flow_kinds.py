@@ -10,8 +10,9 @@ from megarl.algorithms.declaration import Needs, about_of
 from megarl.algorithms.registry import PREFERENCES
 from megarl.config import Config
 from megarl.data.formats import Format
+from megarl.phases import Phase
 from megarl.registry import Registry
-from megarl.role_kinds import RoleKind
+from megarl.role_kinds import NAMES, RoleKind
 
 T = TypeVar("T")
 
@@ -102,6 +103,20 @@ def flow_kind(config: Config) -> FlowKind:
 def trains(config: Config) -> bool:
     """Tell whether the run trains anything."""
     return flow_kind(config).trains
+
+
+def own_roles(config: Config) -> tuple[RoleKind, ...]:
+    """Return the roles of the flow's own. Raises ValueError if they cannot be told apart, or are no roles."""
+    roles, flow = flow_kind(config).roles, f"trainer.flow = {config.trainer.flow}"
+    if not isinstance(roles, tuple) or not all(isinstance(role, RoleKind) for role in roles):
+        raise ValueError(f"{flow}: its roles are no tuple of megarl.RoleKind, such as (Verifier.kind,)")
+    names = [role.name for role in roles]
+    if "" in names or len({*names, *NAMES}) < len(names) + len(NAMES):
+        raise ValueError(f"{flow}: its roles are called {names}; give each a name of its own, not one of {[*NAMES]}")
+    for role in roles:
+        if {role.forward, role.update} & {Phase.OFFLOAD, Phase.RESHARD, Phase.GENERATE}:
+            raise ValueError(f"{flow}: its role {role.name} computes in a phase of the engine; give it another one")
+    return roles
 
 
 def format_of(config: Config) -> Format:

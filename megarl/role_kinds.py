@@ -79,3 +79,6 @@ REWARD_MODEL = RoleKind(
     absent={Item.WEIGHTS: _ALL - {Phase.REWARD}},
 )
 TEACHER = RoleKind(name="teacher", forward=Phase.TEACHER, absent={Item.WEIGHTS: _ALL - {Phase.TEACHER}})
+
+NAMES = tuple(role.name for role in (ACTOR, CRITIC, REFERENCE, REWARD_MODEL, TEACHER))
+"""Names that the roles of a flow's own may not have."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from megarl.estimate.budget import CacheRoom, StageBudget, budget, checkpoint_by
 from megarl.estimate.fit import what_does_not_fit, what_may_not_fit
 from megarl.estimate.job import Job, active_parameter_count, parameter_count, training_elements
 from megarl.estimate.prediction import Lengths, forward_flops, layout_warnings, step_seconds
+from megarl.estimate.token_budget import largest_token_budget
 from megarl.models.sizes import LOGITS_CHUNK_BYTES
 from megarl.parallel.layout import TrainLayout
 from megarl.phases import Item, Phase
@@ -307,6 +309,38 @@ def test_what_does_not_fit_names_their_keys() -> None:
     )
     said = list(what_may_not_fit(moved, small, budget(moved, small, moved=1)))
     assert not any("critic.megatron" in line or "reward_model.megatron" in line for line in said)
+
+
+def test_a_role_of_the_flow_s_own_has_the_policy_s_stages_and_keys() -> None:
+    """Two like the policy, and one that is only read."""
+    run = considered()
+    trained = [role_kinds.RoleKind(name=name, update=Phase.UPDATE) for name in ("one", "two")]
+    beside = replace(run, own_roles=(*trained, role_kinds.RoleKind(name="read", forward=Phase.REF)))
+    for plain, stage in zip(budget(run, H200, moved=1), budget(beside, H200, moved=1), strict=True):
+        before, held = plain.phases["update"], stage.phases["update"]
+        assert held["read weights"] == held["one weights"] == before["training weights"]
+        assert held["two optimizer state"] == before["optimizer state"] and "read gradients" not in held
+    small = replace(H200, memory=20 * GIB)
+    (line,), (more,) = (what_does_not_fit(of, small, budget(of, small, moved=1)) for of in (run, beside))
+    frees = {key: [float(re.findall(f"{key}=true frees ([0-9.]+)", of)[0]) for of in (line, more)] for key in MODES}
+    for key, models in (("optimizer_offload", 3), ("grad_offload", 3)):
+        assert frees[key][1] == pytest.approx(models * frees[key][0], abs=0.02)
+    assert frees["param_offload"][1] == pytest.approx(
+        frees["param_offload"][0] + 3 * before["training weights"] / GIB, abs=0.02
+    )
+    roles = run.config.actor_rollout_ref
+    actor = roles.actor.model_copy(update={"ppo_max_token_len_per_gpu": 123})
+    changed = run.config.model_copy(update={"actor_rollout_ref": roles.model_copy(update={"actor": actor})})
+    assert [model.most_tokens for model in replace(beside, config=changed).models_beside] == [123] * 3
+
+
+def test_the_token_budget_is_found_beside_a_critic_that_is_too_large() -> None:
+    """Its passes do not depend on the policy's micro-batches."""
+    run = considered(algorithm=GAE, critic=critic_over(4, 1, ppo_max_token_len_per_gpu=10**6))
+    small = replace(H200, memory=first(run).total("log_probs") / 0.7)
+    stages = budget(run, small, moved=1)
+    assert first(run).total("update_critic") > small.memory > 0
+    assert largest_token_budget(run, small, stages) == largest_token_budget(considered(), small, stages)
 
 
 LENGTHS = Lengths(prompt=1024, response=3072)

@@ -202,12 +202,30 @@ def flow(run):
 """
 
 
+@pytest.mark.parametrize(
+    ("roles", "said"),
+    [
+        ("megarl.Actor", r"its roles are no tuple of megarl.RoleKind, such as \(Verifier.kind,\)$"),
+        ("(megarl.Actor,)", r"its roles are no tuple of megarl.RoleKind"),
+        ("(megarl.Actor.kind,)", r"its roles are called \['actor'\]; give each a name of its own, not one of"),
+        ("(megarl.RoleKind(),)", r"its roles are called \[''\]; give each a name of its own"),
+        ("(megarl.RoleKind(name='v'), megarl.RoleKind(name='v'))", r"its roles are called \['v', 'v'\]"),
+        ("(megarl.RoleKind(name='v', update='generate'),)", "its role v computes in a phase of the engine"),
+    ],
+)
+def test_roles_that_a_plan_cannot_tell_apart_are_refused(tmp_path: Path, roles: str, said: str) -> None:
+    (tmp_path / "flow.py").write_text(f"import megarl\n@megarl.flow(roles={roles})\ndef flow(run):\n    pass\n")
+    config = load_config(str(write_run(tmp_path)), [f"trainer.flow={tmp_path / 'flow.py'}:flow"])
+    with pytest.raises(ValueError, match=rf"^trainer.flow = .*flow.py:flow: {said}"):
+        job_of(config, check_layouts(config))
+
+
 def _check_plan(config: Config) -> None:
     """It counts the verifier's state, what its passes hold, and their seconds in the flow's own phase."""
     job = job_of(config, check_layouts(config))
-    (verifier,) = job.other_models
+    (verifier,) = job.models_beside
     assert verifier.layout == job.train and verifier.mini_batch == job.actor.mini_batch
-    held, beside = (budget(of, H200, moved=0)[0].phases for of in (job, replace(job, other_models=())))
+    held, beside = (budget(of, H200, moved=0)[0].phases for of in (job, replace(job, own_roles=())))
     assert list(held) == [*beside, "verify"]
     of_policy = {str(item): held["update"][item_name("actor", item)] for item in Item}
     of_verifier = {str(item): held["update"][f"verifier {item}"] for item in Item}
@@ -216,7 +234,7 @@ def _check_plan(config: Config) -> None:
         assert nbytes * parameter_count(job.arch) == of_policy[item] * training_elements(scalar, job.train, 0)
     assert not any(held["generate"].get(f"verifier {item}") for item in Item)
     lengths = Lengths(prompt=8, response=8)
-    seconds, without = (step_seconds(of, H200, lengths, None, {}) for of in (job, replace(job, other_models=())))
+    seconds, without = (step_seconds(of, H200, lengths, None, {}) for of in (job, replace(job, own_roles=())))
     assert seconds["verify"] > 0 and seconds["update"] > without["update"]
 
 

@@ -14,20 +14,22 @@ from megarl.estimate.model import ModelJob
 from megarl.estimate.model_memory import Items, forward, forward_and_backward, masters_of, state_of
 
 
-def state_beside(job: Job) -> Items:
-    """Count what all of them hold with every memory mode off."""
-    return {item: nbytes for model in job.other_models for item, nbytes in _fullest(model, state_of).items()}
+def state_beside(job: Job, stage: int) -> Items:
+    """Count what all of them hold on a rank of the policy's stage, with every memory mode off."""
+    return {item: nbytes for model in job.models_beside for item, nbytes in _items(job, model, stage, state_of).items()}
 
 
-def passes_beside(job: Job) -> Iterator[tuple[str, Items]]:
+def passes_beside(job: Job, stage: int) -> Iterator[tuple[str, Items]]:
     """Count what their passes hold in addition."""
-    for model in job.other_models:
+    for model in job.models_beside:
         if (phase := model.kind.forward) is not None:
-            yield phase, _fullest(model, forward) | _fullest(model, partial(masters_of, phase=phase))
+            masters = partial(masters_of, phase=phase)
+            yield phase, _items(job, model, stage, forward) | _items(job, model, stage, masters)
         if model.kind.update is not None:
-            yield model.kind.update, _fullest(model, forward_and_backward)
+            yield model.kind.update, _items(job, model, stage, forward_and_backward)
 
 
-def _fullest(model: ModelJob, items_of: Callable[[ModelJob, int], Items]) -> Items:
-    """Take the items of the stage that has most bytes."""
-    return max((items_of(model, stage) for stage in range(model.layout.pp)), key=lambda items: sum(items.values()))
+def _items(job: Job, model: ModelJob, stage: int, items_of: Callable[[ModelJob, int], Items]) -> Items:
+    """Take the items of the model's fullest stage; of a model that shares the policy's keys, of the policy's stage."""
+    stages = [stage] if model.section == job.actor.section else range(model.layout.pp)
+    return max((items_of(model, each) for each in stages), key=lambda items: sum(items.values()))

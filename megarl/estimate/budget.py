@@ -93,21 +93,21 @@ def memory_modes(job: Job) -> list[MemoryMode]:
         on=job.config.actor_rollout_ref.ref.megatron.param_offload,
         kept=True,
     )
-    return [*modes_of(job.actor), reference, *(mode for model in job.other_models for mode in modes_of(model))]
+    return [*modes_of(job.actor), reference, *(mode for model in job.models_beside for mode in modes_of(model))]
 
 
 def host_bytes(job: Job, stage: int) -> int:
     """Count the pinned host memory of a rank of a stage."""
     state = _state(job, stage)
     kept = sum(state.get(mode.item, 0) for mode in memory_modes(job) if mode.on and mode.kept)
-    models = [job.actor, *job.other_models]
+    models = [job.actor, *job.models_beside]
     return kept + max(inputs_on_host(model, min(stage, model.layout.pp - 1)) for model in models)
 
 
 def checkpoint_bytes(job: Job, stage: int) -> int:
     """Count what a rank of a stage writes of a checkpoint: a replica's ranks share its tensors."""
     optimizer = "optimizer" in job.config.checkpoint.save_contents
-    trained = [job.actor, *(model for model in job.other_models if model.mini_batch is not None)]
+    trained = [job.actor, *(model for model in job.models_beside if model.mini_batch is not None)]
     models = sum(written(model, min(stage, model.layout.pp - 1), optimizer=optimizer) for model in trained)
     return models + (written(job.actor, stage, optimizer=False) if job.reference else 0)
 
@@ -144,7 +144,7 @@ def _stage_budget(job: Job, accelerator: Accelerator, stage: int, moved: int, ca
 def passes(job: Job, stage: int) -> dict[str, Items]:
     """Count what the passes of a phase hold on a rank of a stage, beside what is always there: the largest of each."""
     largest: dict[str, Items] = {}
-    for phase, items in (*_policy_passes(job, stage), *passes_beside(job)):
+    for phase, items in (*_policy_passes(job, stage), *passes_beside(job, stage)):
         largest[phase] = max(largest.get(phase, {}), items, key=lambda each: sum(each.values()))
     return largest
 
@@ -160,7 +160,7 @@ def _policy_passes(job: Job, stage: int) -> Iterator[tuple[str, Items]]:
 def _state(job: Job, stage: int) -> Items:
     """Count what all models hold on a rank of the policy's stage, with every memory mode off."""
     reference = reference_state(job.actor, stage) if job.reference else {}
-    return state_of(job.actor, stage) | reference | state_beside(job)
+    return state_of(job.actor, stage) | reference | state_beside(job, stage)
 
 
 def engine_activations(job: Job) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from megarl.estimate.accelerator import Accelerator
@@ -73,7 +74,9 @@ def _what_would_help(job: Job, stage: StageBudget, phase: str, accelerator: Acce
     if job.generates:  # without the training weights the engine needs a copy of the shared ones
         shared = engine_elements(job.arch, job.generation.split) - own_engine_elements(job, stage.stage)
         without_shared = {"training weights": job.itemsize * shared}
-    saved = {mode.key: items.get(mode.item, 0) - without_shared.get(mode.item, 0) for mode in off}
+    saved: Counter[str] = Counter()  # a key may be of several models
+    for mode in off:
+        saved[mode.key] += items.get(mode.item, 0) - without_shared.get(mode.item, 0)
     advice = [f"{key}=true frees {n / 2**30:.2f} GiB" for key, n in sorted(saved.items(), key=lambda x: -x[1]) if n > 0]
     if phase == Phase.GENERATE and job.engine.fixed_cache:
         advice.append("a lower rollout.gpu_memory_utilization or rollout.max_num_seqs takes a smaller KV cache")

@@ -22,7 +22,7 @@ from megarl.parallel.layout import GenerationLayout, TrainLayout
 from megarl.reshard.repeat import Repetitions, Runs, expert_of, layer_of, of_experts, repetitions
 from megarl.reshard.sharing import SharedPlace, plan_shared
 from megarl.reshard.sides import Side, engine_side, training_runs, training_side
-from megarl.role_kinds import ACTOR
+from megarl.role_kinds import ACTOR, RoleKind
 from megarl.rollout.kinds import NATIVE, EngineKind, engine_kind
 
 TP_RANKS = 4
@@ -35,7 +35,8 @@ class Job:
 
     Attributes:
         arch, train, generation: of the policy.
-        other_models: the models beside it that have a layout of their own.
+        other_models: those models beside it that the configuration has keys for.
+        own_roles: of the flow, whose models have the policy's shape, layout and keys.
         reference: whether there is a reference, in the policy's layout.
         log_probs: whether log-probabilities before an update are a pass of their own. They are also in the steps that
             train the critic alone, which are not predicted.
@@ -46,6 +47,7 @@ class Job:
     train: TrainLayout
     generation: GenerationLayout
     other_models: tuple[ModelJob, ...] = ()
+    own_roles: tuple[RoleKind, ...] = ()
     reference: bool = False
     log_probs: bool = True
 
@@ -66,6 +68,21 @@ class Job:
             mini_batch=sequences,
             epochs=actor.ppo_epochs if self.generates else 1,
         )
+
+    @property
+    def models_beside(self) -> tuple[ModelJob, ...]:
+        """List the models beside the policy: the configuration's, then the flow's own."""
+        actor = self.actor
+        own = (
+            replace(
+                actor,
+                kind=role,
+                arch=self.arch.with_scalar_output() if role.scalar else self.arch,
+                mini_batch=None if role.update is None else actor.mini_batch,
+            )
+            for role in self.own_roles
+        )
+        return (*self.other_models, *own)
 
     @property
     def generates(self) -> bool:

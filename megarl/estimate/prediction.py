@@ -197,7 +197,7 @@ def step_seconds(
         seconds[Phase.LOG_PROBS] = log_probs
     if job.reference:  # KTO's log-probabilities are of mismatched answers, which the reference reads as well
         seconds[Phase.REF] = log_probs * (2 if job.log_probs and not job.generates else 1)
-    for model in job.other_models:
+    for model in job.models_beside:
         if model.kind.forward is not None:
             seconds[model.kind.forward] += forward_seconds(job, model, accelerator, lengths)
         if model.kind.update is not None:
@@ -213,13 +213,13 @@ def layout_warnings(job: Job, lengths: Lengths, cache: CacheRoom | None) -> list
     """
     generation, rollout = job.generation, job.config.actor_rollout_ref.rollout
     warnings = []
-    others = ((model.name, model.layout.tp) for model in job.other_models)
+    others = ((model.name, model.layout.tp) for model in job.models_beside)
     for what, tp in (("training", job.train.tp), ("generation", generation.tp), *others):
         if job.gpus_per_node % tp and job.ranks > job.gpus_per_node:
             warnings.append(
                 f"{what} TP{tp} spans nodes of {job.gpus_per_node} GPUs: every layer then waits for the network"
             )
-    for model in (job.actor, *job.other_models):
+    for model in (job.actor, *job.models_beside):
         warnings += [*_pipeline_warnings(model, lengths), *_packing_hints(model)]
     if cache is None:
         return warnings
@@ -237,6 +237,8 @@ def layout_warnings(job: Job, lengths: Lengths, cache: CacheRoom | None) -> list
 
 
 def _pipeline_warnings(model: ModelJob, lengths: Lengths) -> Iterator[str]:
+    if model.kind.forward is model.kind.update is None:  # a role of a flow's own, of which no pass is known
+        return
     sequences, stages = model.mini_batch or model.forward_batch, model.layout.pp
     waiting = bubble(model, lengths.total, sequences)
     if waiting - imbalance(model, lengths.total) <= MOST_BUBBLE:  # more micro-batches do not help against the latter

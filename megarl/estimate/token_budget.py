@@ -50,19 +50,20 @@ def most_that_fit(most: int, fit: Callable[[int], bool]) -> int:
 
 
 def _most_held(job: Job, stages: Sequence[StageBudget], tokens: int) -> int:
-    """Count the bytes of the fullest pass with micro-batches of so many tokens."""
-    changed = _with(job, tokens)
-    return max(
-        stage.total(phase) - sum(before.values()) + sum(passes(changed, stage.stage)[phase].values())
-        for stage in stages
-        for phase, before in passes(job, stage.stage).items()
-    )
+    """Count the bytes of the fullest of the passes that depend on it, with micro-batches of so many tokens."""
+    held = []
+    for stage in stages:
+        before, after, without = (passes(of, stage.stage) for of in (job, _with(job, tokens), _with(job, 0)))
+        held += [
+            stage.total(phase) - sum(before[phase].values()) + sum(after[phase].values())
+            for phase in after
+            if after[phase] != without[phase]
+        ]
+    return max(held)
 
 
 def _with(job: Job, tokens: int) -> Job:
     roles = job.config.actor_rollout_ref
     actor = roles.actor.model_copy(update={"ppo_max_token_len_per_gpu": tokens})
-    config = job.config.model_copy(update={"actor_rollout_ref": roles.model_copy(update={"actor": actor})})
-    own = job.actor.section
-    others = (replace(model, batching=actor) if model.section == own else model for model in job.other_models)
-    return replace(job, config=config, other_models=tuple(others))
+    changed = roles.model_copy(update={"actor": actor})
+    return replace(job, config=job.config.model_copy(update={"actor_rollout_ref": changed}))

@@ -61,9 +61,7 @@ class PolicyUpdate:
                     batch = batch.with_(old_logp=logp)
                     check_gap(batch, run.config, run.position.step)
                 run.log("actor", metrics)
-                synced = self._actor.gradient_sync.seconds
-                run.records.pace.waited(Phase.UPDATE, synced)
-                run.log("perf", {"gradient_sync_s": synced})
+                run.log("perf", {"gradient_sync_s": self._actor.gradient_sync.seconds})
         return batch
 
 

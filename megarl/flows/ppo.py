@@ -119,7 +119,6 @@ def update_critic(run: Run, critic: Critic, batch: Batch) -> None:
     for mini_batch in plan.mini_batches * settings.ppo_epochs:
         weights = token_weights(batch, mini_batch.sequences, settings.loss_agg_mode, config.data.max_response_length)
         run.log("critic", critic.update(batch, mini_batch, loss, weights))
-        run.records.pace.waited(Phase.UPDATE_CRITIC, critic.gradient_sync.seconds)
 
 
 def _record(run: Run, batch: Batch, kl: AdaptiveKlController) -> None:

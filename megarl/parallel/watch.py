@@ -49,7 +49,7 @@ class Stalled(RuntimeError):
 
 
 class Wait(NamedTuple):
-    """Is a stretch of `Watch.waiting`: the phase, `start` on this process's `time.perf_counter`, and its seconds."""
+    """Is a wait for other ranks: the phase, `start` on this process's `time.perf_counter`, and its seconds."""
 
     phase: str
     start: float
@@ -93,6 +93,10 @@ class Watch:
             self._waits.append(Wait(self._phase(), began, time.perf_counter() - began))
         self._passed += 1
         self._since = time.monotonic()
+
+    def waited(self, seconds: float) -> None:
+        """Note a wait for other ranks that has just ended, as `collect_waits` tells of those in agreements."""
+        self._waits.append(Wait(self._phase(), time.perf_counter() - seconds, seconds))
 
     def collect_waits(self) -> list[Wait]:
         """Take the waits of this rank for others since the last call, some thousands at most."""

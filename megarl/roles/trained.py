@@ -184,6 +184,7 @@ class TrainedModel(MegatronModel):
         if self.router_losses is not None:
             self.router_losses.begin(int(batch.lengths[list(mini_batch.sequences)].sum()))
         passed = self.accumulate_gradients(batch, mini_batch, weights, loss)
+        self.groups.world.watch.waited(self.gradient_sync.seconds)
         losses = [out for micro in passed for out in micro.losses] if self._reports else []
         metrics = {"loss": Metric(value=0.0), **self._reduce(losses)}
         grad_norm, stepped = self.optimizer.step(loss=float(metrics["loss"].value))

@@ -13,10 +13,9 @@ from megarl.estimate.budget import budget
 from megarl.estimate.fit import what_does_not_fit
 from megarl.estimate.job import Job
 from megarl.estimate.model import ModelJob
-from megarl.flow_kinds import flow_kind, generates
+from megarl.flow_kinds import flow_kind, generates, own_roles
 from megarl.host import host_memory
 from megarl.models.architecture import Architecture
-from megarl.role_kinds import RoleKind
 from megarl.trainer.layouts import generation_layout, train_layout
 from megarl.trainer.needs import needs_of, one_forward_pass
 from megarl.trainer.other_models import OtherRole, architecture_of, other_roles
@@ -37,25 +36,15 @@ def job_of(config: Config, arch: Architecture) -> Job:
         ValueError: the ranks cannot be split as the configuration asks.
     """
     needs, kind = needs_of(config), flow_kind(config)
-    job = Job(
+    return Job(
         config=config,
         arch=arch.with_scalar_output() if kind.scores else arch,
         train=train_layout(config),
         generation=generation_layout(config),
         other_models=tuple(_model_job(role, config, arch) for role in other_roles(config, needs)),
+        own_roles=own_roles(config),
         reference=needs.reference,
         log_probs=not one_forward_pass(config, needs) if generates(config) else kind.compares_prompts,
-    )
-    return replace(job, other_models=(*job.other_models, *(_own_model(role, job.actor) for role in kind.roles)))
-
-
-def _own_model(role: RoleKind, actor: ModelJob) -> ModelJob:
-    """Return the job of a model of a flow's own, which has the policy's layout and keys."""
-    return replace(
-        actor,
-        kind=role,
-        arch=actor.arch.with_scalar_output() if role.scalar else actor.arch,
-        mini_batch=None if role.update is None else actor.mini_batch,
     )
 
 

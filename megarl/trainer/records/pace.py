@@ -54,7 +54,6 @@ class Pace:
         self._parameters = active_parameter_count(arch) if self._peak else 0
         self._flops, self._sequences, self._tokens, self._saved = 0.0, 0, 0, 0
         self._ranks, self._shares = 0, False
-        self._waited: defaultdict[str, float] = defaultdict(float)
 
     def passed(self, batch: Batch, passes: float, plan: StepPlan) -> None:
         """Count a batch that the actor's model computed with.
@@ -72,10 +71,6 @@ class Pace:
             squares = float(batch.lengths.square().sum() - saved[1])
             self._flops += passes * flops_of_sequences(self._arch, self._parameters, tokens, squares)
 
-    def waited(self, phase: str, seconds: float) -> None:
-        """Count seconds of a phase in which this rank waited for others, beside those that its watch saw."""
-        self._waited[phase] += seconds
-
     def own(self, seconds: Mapping[str, float], waits: Sequence[Wait], speed: Speed | None) -> OfRank:
         """Return this rank's measurements of a step, to be gathered.
 
@@ -83,7 +78,7 @@ class Pace:
             seconds, waits: by phase, and among them those for other ranks, on this rank.
             speed: of generation on this rank, if there was any.
         """
-        waited, self._waited = self._waited, defaultdict(float)
+        waited: defaultdict[str, float] = defaultdict(float)
         for wait in waits:
             waited[wait.phase] += wait.seconds
         return OfRank(
