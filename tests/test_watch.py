@@ -289,7 +289,7 @@ def slow(settings):
     loss = vanilla(settings)
 
     def mine(x):
-        time.sleep(dist.get_rank())
+        time.sleep(2 * dist.get_rank())
         return loss(x)
 
     mine.columns = loss.columns
@@ -298,7 +298,7 @@ def slow(settings):
 
 
 def test_a_rank_that_computes_longer_is_the_straggler_of_an_update(ranks: Ranks, tmp_path: Path) -> None:
-    """The other one waits for its gradients meanwhile."""
+    """The other one waits for its gradients meanwhile, in two mini-batches; the median is half-way between both."""
     (tmp_path / "slow.py").write_text(SLOW_LOSS)
     keys = {"trainer__val_before_train": False, "trainer__total_training_steps": 1, "trainer__logger": ["jsonl"]}
     words = [f"actor_rollout_ref.actor.policy_loss.loss_mode={tmp_path}/slow.py:slow"]
