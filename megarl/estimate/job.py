@@ -73,7 +73,7 @@ class Job:
     def models_beside(self) -> tuple[ModelJob, ...]:
         """List the models beside the policy: the configuration's, then the flow's own."""
         actor = self.actor
-        own = (
+        models = (
             replace(
                 actor,
                 kind=role,
@@ -82,7 +82,7 @@ class Job:
             )
             for role in self.own_roles
         )
-        return (*self.other_models, *own)
+        return (*self.other_models, *models)
 
     @property
     def generates(self) -> bool:

@@ -51,15 +51,15 @@ def most_that_fit(most: int, fit: Callable[[int], bool]) -> int:
 
 def _most_held(job: Job, stages: Sequence[StageBudget], tokens: int) -> int:
     """Count the bytes of the fullest of the passes that depend on it, with micro-batches of so many tokens."""
-    held = []
+    totals = []
     for stage in stages:
         before, after, without = (passes(of, stage.stage) for of in (job, _with(job, tokens), _with(job, 0)))
-        held += [
+        totals += [
             stage.total(phase) - sum(before[phase].values()) + sum(after[phase].values())
             for phase in after
             if after[phase] != without[phase]
         ]
-    return max(held)
+    return max(totals)
 
 
 def _with(job: Job, tokens: int) -> Job:
