@@ -9,10 +9,9 @@ from typing import Any, TypeVar
 from megarl.algorithms.declaration import Needs, about_of
 from megarl.algorithms.registry import PREFERENCES
 from megarl.config import Config
-from megarl.data.formats import Format
-from megarl.phases import Phase
+from megarl.data.formats import SEQUENCES, Format
 from megarl.registry import Registry
-from megarl.role_kinds import NAMES, RoleKind
+from megarl.role_kinds import GENERATION, NAMES, RoleKind
 
 T = TypeVar("T")
 
@@ -114,7 +113,7 @@ def own_roles(config: Config) -> tuple[RoleKind, ...]:
     if "" in names or len({*names, *NAMES}) < len(names) + len(NAMES):
         raise ValueError(f"{flow}: its roles are called {names}; give each a name of its own, not one of {[*NAMES]}")
     for role in roles:
-        if {role.forward, role.update} & {Phase.OFFLOAD, Phase.RESHARD, Phase.GENERATE}:
+        if {role.forward, role.update} & GENERATION:
             raise ValueError(f"{flow}: its role {role.name} computes in a phase of the engine; give it another one")
     return roles
 
@@ -123,6 +122,11 @@ def format_of(config: Config) -> Format:
     """Return `data.format`, or the format that the flow reads."""
     chosen = config.data.format
     return (flow_kind(config).reads or "prompts") if chosen == "auto" else chosen
+
+
+def compared_together(config: Config) -> int:
+    """Count the sequences of a row that stand in one micro-batch, since a loss compares them."""
+    return SEQUENCES.get(format_of(config), 1)
 
 
 def generates(config: Config) -> bool:

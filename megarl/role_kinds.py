@@ -10,14 +10,15 @@ from dataclasses import dataclass, field
 
 from megarl.phases import Item, Phase
 
-_GENERATION = frozenset[str]({Phase.OFFLOAD, Phase.RESHARD, Phase.GENERATE})
+GENERATION = frozenset[str]({Phase.OFFLOAD, Phase.RESHARD, Phase.GENERATE})
+"""Phases of the engine."""
 _CRITIC = frozenset[str]({Phase.VALUES, Phase.UPDATE_CRITIC})
 _FORWARD = frozenset[str]({Phase.LOG_PROBS, Phase.REF, Phase.TEACHER})
 _ALL = frozenset[str](Phase)
 
 
 def _in_generation() -> Mapping[Item, frozenset[str]]:
-    return dict.fromkeys(Item, _GENERATION)
+    return dict.fromkeys(Item, GENERATION)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +53,8 @@ class RoleKind:
 
 _OF_POLICY = {
     Item.WEIGHTS: frozenset[str]({Phase.GENERATE}),  # the reshard reads them
-    Item.GRADIENTS: _GENERATION | _FORWARD | _CRITIC | {Phase.SAVE},
-    Item.OPTIMIZER: _GENERATION | _CRITIC,
+    Item.GRADIENTS: GENERATION | _FORWARD | _CRITIC | {Phase.SAVE},
+    Item.OPTIMIZER: GENERATION | _CRITIC,
 }
 
 ACTOR = RoleKind(name="actor", update=Phase.UPDATE, replays_routing=True, absent=_OF_POLICY)
@@ -70,7 +71,7 @@ CRITIC = RoleKind(
         Item.OPTIMIZER: _ALL - {Phase.UPDATE_CRITIC, Phase.SAVE},
     },
 )
-REFERENCE = RoleKind(name="reference", absent={Item.WEIGHTS: _GENERATION | {Phase.UPDATE} | _CRITIC})
+REFERENCE = RoleKind(name="reference", absent={Item.WEIGHTS: GENERATION | {Phase.UPDATE} | _CRITIC})
 REWARD_MODEL = RoleKind(
     name="reward_model",
     scalar=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -94,11 +95,11 @@ def in_a_world(check: Callable[[Any], Any]) -> Any:
 # ------------------------------------------------------------------------------------------------------------ tokens
 
 
-def _send(world: Any) -> None:
+def _send(world: Any, seeds: range) -> None:
     from megarl.types import owners as module
 
     at_once = module._AT_ONCE
-    for seed in range(12):
+    for seed in seeds:
         module._AT_ONCE = at_once if seed % 2 else 64  # a few bytes: several sequences, or one, at a time
         whole = whole_batch(seed)
         batch, everything = whole, columns_of(whole)
@@ -124,9 +125,10 @@ def _send(world: Any) -> None:
     module._AT_ONCE = at_once
 
 
-def test_tokens_come_where_they_are_wanted(ranks: Ranks) -> None:
+@pytest.mark.parametrize("seeds", quick([range(12), range(12, 30)], 0), ids=str)
+def test_tokens_come_where_they_are_wanted(ranks: Ranks, seeds: range) -> None:
     """From random blocks of ranks to others, and back to all: every column, of every type and shape."""
-    ranks.run(WORLD, in_a_world, _send)
+    ranks.run(WORLD, in_a_world, partial(_send, seeds=seeds))
 
 
 # ----------------------------------------------------------------------------------------------------------- numbers

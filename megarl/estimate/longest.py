@@ -6,14 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megarl.data.formats import SEQUENCES
 from megarl.estimate.accelerator import Accelerator
 from megarl.estimate.budget import StageBudget, budget, passes
 from megarl.estimate.fit import RESERVE
 from megarl.estimate.job import Job
 from megarl.estimate.model import ModelJob
 from megarl.estimate.token_budget import STEP, most_that_fit
-from megarl.flow_kinds import format_of
+from megarl.flow_kinds import compared_together
 from megarl.models.parts.grouped_query import GroupedQuery
 from megarl.parallel.context import CONTEXT_KINDS
 
@@ -71,7 +70,7 @@ def _passes(job: Job, stage: int) -> dict[str, int]:
 
 def _with_sequences_of(job: Job, tokens: int) -> Job:
     """Give all models such sequences, as many of them as before, one or a pair to a micro-batch."""
-    together = SEQUENCES.get(format_of(job.config), 1)  # a pair is compared within one micro-batch
+    together = compared_together(job.config)
     data = job.config.data.model_copy(update={"max_prompt_length": 1, "max_response_length": tokens - 1})
 
     def batching(model: ModelJob) -> dict[str, Any]:

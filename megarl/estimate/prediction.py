@@ -237,7 +237,7 @@ def layout_warnings(job: Job, lengths: Lengths, cache: CacheRoom | None) -> list
 
 
 def _pipeline_warnings(model: ModelJob, lengths: Lengths) -> Iterator[str]:
-    if model.kind.forward is model.kind.update is None:  # a role of a flow's own, of which no pass is known
+    if model.kind.forward is None and model.kind.update is None:  # a role of a flow's own, of which no pass is known
         return
     sequences, stages = model.mini_batch or model.forward_batch, model.layout.pp
     waiting = bubble(model, lengths.total, sequences)

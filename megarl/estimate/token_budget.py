@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from megarl.estimate.accelerator import Accelerator
@@ -29,7 +29,13 @@ def largest_token_budget(job: Job, accelerator: Accelerator, stages: Sequence[St
     room = (1 - RESERVE) * accelerator.memory
     unlimited = _with(job, tokens=10**12).actor
     everything = unlimited.rank_tokens(job.actor.forward_batch)
-    return most_that_fit(everything, lambda tokens: _most_held(job, stages, tokens) <= room)
+    beside = [(stage.stage, phase, nbytes) for stage in stages for phase, nbytes in _beside_passes(job, stage)]
+
+    def fits(tokens: int) -> bool:
+        changed = {stage.stage: passes(_with(job, tokens), stage.stage) for stage in stages}
+        return all(nbytes + sum(changed[stage][phase].values()) <= room for stage, phase, nbytes in beside)
+
+    return most_that_fit(everything, fits)
 
 
 def most_that_fit(most: int, fit: Callable[[int], bool]) -> int:
@@ -49,17 +55,12 @@ def most_that_fit(most: int, fit: Callable[[int], bool]) -> int:
     return fits * STEP
 
 
-def _most_held(job: Job, stages: Sequence[StageBudget], tokens: int) -> int:
-    """Count the bytes of the fullest of the passes that depend on it, with micro-batches of so many tokens."""
-    totals = []
-    for stage in stages:
-        before, after, without = (passes(of, stage.stage) for of in (job, _with(job, tokens), _with(job, 0)))
-        totals += [
-            stage.total(phase) - sum(before[phase].values()) + sum(after[phase].values())
-            for phase in after
-            if after[phase] != without[phase]
-        ]
-    return max(totals)
+def _beside_passes(job: Job, stage: StageBudget) -> Iterator[tuple[str, int]]:
+    """Yield the phases whose passes depend on the tokens of a micro-batch, with the bytes of all else in them."""
+    least = passes(_with(job, 0), stage.stage)
+    for phase, items in passes(job, stage.stage).items():
+        if items != least[phase]:
+            yield phase, stage.total(phase) - sum(items.values())
 
 
 def _with(job: Job, tokens: int) -> Job:

@@ -14,8 +14,7 @@ from functools import reduce
 from typing import Any
 
 from megarl.config import Config
-from megarl.data.formats import SEQUENCES
-from megarl.flow_kinds import format_of
+from megarl.flow_kinds import compared_together
 from megarl.phases import Phase
 from megarl.telemetry.lines import no_link, rewrite
 
@@ -108,7 +107,7 @@ def _key(config: Config, phase: str) -> tuple[str, float]:
         raise ValueError(f"no key makes {f'the phase {phase}' if phase else 'what it held'} smaller")
     section = _SECTIONS[phase]
     batching: Any = reduce(getattr, section.split("."), config)
-    together = SEQUENCES.get(format_of(config), 1)  # a pair is compared within one micro-batch
+    together = compared_together(config)
     if batching.use_dynamic_bsz:
         least = batching.least_tokens(together * config.data.max_sequence_length, batching.megatron)
         return f"{section}.ppo_max_token_len_per_gpu", least
