@@ -15,7 +15,7 @@ from ranks import Ranks
 from tiny_run import megarl, write_run
 
 from megarl.cli.main import main
-from megarl.config import Config, ConfigError, build_config, dump_config, load_config, load_run_config
+from megarl.config import Config, ConfigError, build_config, dump_config, load_config, load_run_config, secrets
 from megarl.config.load import all_keys
 from megarl.config.secrets import HIDDEN, hand_over, hide, names_secret, without_secrets
 from megarl.report.runs import runs_at
@@ -40,6 +40,9 @@ def written(folder: Path, **sections: Any) -> Path:
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the variables; what this process learns of secrets here is no other file's."""
+    monkeypatch.setattr(secrets, "_written", {})
+    monkeypatch.setattr(secrets, "_known", set())
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
 
