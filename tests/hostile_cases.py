@@ -22,6 +22,7 @@ from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from memory_peak import memory_peak
 
 MEMORY = 2 * 2**30
 """Bytes that a kind may map beyond what its imports have."""
@@ -198,8 +199,7 @@ def main(folder: Path, cases: int, names: list[str]) -> None:
         if soft[0] == resource.RLIM_INFINITY:
             bound_memory()
         run_kind(case, cases)
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        print(json.dumps({"kind": name, **COUNTS, "most": most}), flush=True)
+        print(json.dumps({"kind": name, **COUNTS, "most": memory_peak()}), flush=True)
 
 
 if __name__ == "__main__":

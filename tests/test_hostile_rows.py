@@ -26,13 +26,14 @@ from megarl.data.readers import iterate_rows
 from megarl.data.tokenizer import load_tokenizer
 
 READER = """
-import resource, sys
+import sys
+from memory_peak import memory_peak
 from megarl.data.readers import iterate_rows
 try:
     print(sum(1 for _ in iterate_rows(sys.argv[1:], "x")))
 except ValueError as e:
     print(e)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+print(memory_peak() >> 20)
 """
 
 
@@ -40,7 +41,7 @@ def outcome(file: Path) -> str:
     """What reading all of it says, in a process that cannot fill the machine; checks that it took below 2 GB."""
     ended = subprocess.run(
         [sys.executable, "-c", READER, file],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        env={**os.environ, "PYTHONPATH": f"{Path(__file__).parents[1]}:{Path(__file__).parent}"},
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (8 * 2**30, 8 * 2**30)),
         capture_output=True,
         text=True,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from architectures import changed
 from ranks import Ranks
+from small_state import STATE, rl_step
 from training_cases import (
     ARCH,
     SOME_WITH_EXPERTS,
@@ -21,6 +24,7 @@ from training_cases import (
     hybrid_of,
     mini_batch_of,
     same_again,
+    save_checkpoint,
     update,
 )
 
@@ -113,3 +117,35 @@ def test_the_first_ratio_is_one(ranks: Ranks, arch: Architecture) -> None:
 def test_experts_over_ranks_agree_with_torch(ranks: Ranks, case: Case, arch: Architecture) -> None:
     """All-to-all over NCCL, and each rank's experts in one grouped GEMM."""
     _compare(ranks, case, arch)
+
+
+def _save_read_and_save(run_dir: str, case: Case, arch: Architecture) -> list[bool]:
+    """Save what Transformer Engine's layers trained, read it into torch's, and save that: tell which tensors agree."""
+    from megatron.core import dist_checkpointing
+
+    from megarl.checkpoint.store import load_checkpoint
+
+    folders: list[str] = []
+    for which in ("auto", "none"):
+        config = {"actor": {"megatron": {"transformer_engine": which, "sequence_parallel": True}}}
+        with actor_in(replace(case, config=config), arch, "bfloat16", lr=1e-3) as actor:
+            world = actor.groups.world
+            if folders:
+                read = load_checkpoint(folders[0], {"actor": actor.sharded_state(loading=True)}, rng=True, world=world)
+                actor.load_sharded(read["actor"])
+            else:
+                update(actor, fixed_batch(), size=4)
+            state: dict[str, Any] = {"actor": actor.sharded_state(loading=False)}
+            place = rl_step(len(folders) + 1)
+            folders.append(save_checkpoint(run_dir, place, state, STATE, model_files=lambda folder: None, world=world))
+    first, second = map(dist_checkpointing.load_plain_tensors, folders)
+    tensors = {key for key in first if isinstance(first[key], torch.Tensor)}
+    assert tensors == {key for key in second if isinstance(second[key], torch.Tensor)}
+    return [torch.equal(first[key], second[key]) for key in sorted(tensors)]
+
+
+@pytest.mark.parametrize("arch", [ARCH, SOME_WITH_EXPERTS], ids=["dense", "experts"])
+def test_torch_layers_read_what_it_saves(ranks: Ranks, tmp_path: Path, arch: Architecture) -> None:
+    case = Case(tp=2, gen_tp=2, sequence_parallel=True)
+    agree = ranks.run(case.world, _save_read_and_save, str(tmp_path), case, arch)[0]
+    assert len(agree) > 20 and all(agree)

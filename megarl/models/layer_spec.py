@@ -102,13 +102,13 @@ def transformer_engine_layers(arch: Architecture, *, own_attention: bool = False
     """
     from megatron.core.extensions.transformer_engine import TENorm
 
+    from megarl.models.fused_swiglu import FusedSwiGLU
+
     # one kernel for the products of all experts, in place of one for each: a host launches so many too slowly
     os.environ.setdefault("NVTE_USE_CUTLASS_GROUPED_GEMM", "1")
     modules = {}
     for kind in arch.kinds:
-        module = get_gpt_layer_with_transformer_engine_spec(
-            moe_grouped_gemm=True, use_te_activation_func=True, **_spec_arguments(kind)
-        )
+        module = get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=True, **_spec_arguments(kind))
         if own_attention:
             assert isinstance(kind.attention, GroupedQuery), "no other attention is Transformer Engine's"
             parts = _submodules(module.submodules.self_attention)
@@ -117,6 +117,8 @@ def transformer_engine_layers(arch: Architecture, *, own_attention: bool = False
                 parts.q_layernorm = parts.k_layernorm = IdentityOp
         if kind.megatron_fields().get("num_moe_experts"):
             _use_grouped_experts(_submodules(module.submodules.mlp))
+        else:
+            _submodules(module.submodules.mlp).activation_func = FusedSwiGLU
         modules[kind] = module
     attention = "torch's attention" if own_attention else "fused attention, rotary embedding"
     grouped = ", grouped GEMM of experts" if arch.moe else ""
