@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -65,6 +66,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     gc.freeze()  # modules stay: the collections during tests need not look at them
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def environment_given_back() -> Iterator[None]:
+    """A command that runs in this process may hide its GPUs from all that comes after."""
+    with patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(scope="session")

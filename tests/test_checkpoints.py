@@ -508,9 +508,8 @@ def _same_element_twice(folder: str) -> str:
 
 def test_what_no_ranks_have_between_them_is_refused_on_all(ranks: Ranks, tmp_path: Path) -> None:
     first, second = ranks.run(2, _same_element_twice, str(tmp_path))
-    assert first == second and first.startswith(
-        "the ranks do not have a checkpoint between them: Invalid access pattern"
-    )
+    assert first == second and first.startswith("the ranks do not have a checkpoint between them: ")
+    assert "Invalid access pattern" in first
 
 
 @pytest.mark.slow

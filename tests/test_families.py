@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +262,14 @@ def test_another_scale_is_no_fused_attention() -> None:
     """Transformer Engine's would take 1 / sqrt(head_dim) without a word."""
     kind = ARCHITECTURES["llama"].layer(0).with_attention(softmax_scale=0.1)
     assert kind.attention.transformer_engine and not kind.attention.fused_attention
+
+
+def test_several_rotary_embeddings_are_no_fused_attention() -> None:
+    """Megatron-Core's model has one for all layers."""
+    arch = ARCHITECTURES["llama"]
+    layer = arch.layer(0)
+    assert arch.fused_attention
+    assert not replace(arch, layers=((layer, 2), (layer.with_attention(rope_theta=1e6), 2))).fused_attention
 
 
 def test_scaling_may_be_said_in_both_ways(tmp_path: Path) -> None:

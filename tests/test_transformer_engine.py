@@ -14,6 +14,7 @@ from ranks import Ranks
 from small_state import STATE, rl_step
 from training_cases import (
     ARCH,
+    SINKS,
     SOME_WITH_EXPERTS,
     WIDE,
     WIDE_WITH_EXPERTS,
@@ -117,6 +118,11 @@ def test_the_first_ratio_is_one(ranks: Ranks, arch: Architecture) -> None:
 def test_experts_over_ranks_agree_with_torch(ranks: Ranks, case: Case, arch: Architecture) -> None:
     """All-to-all over NCCL, and each rank's experts in one grouped GEMM."""
     _compare(ranks, case, arch)
+
+
+def test_a_bias_of_a_router_is_read_as_it_is(ranks: Ranks) -> None:
+    """Its logits are float32, and its bias is not; the engine computes them by itself."""
+    assert ranks.run(1, _train_and_generate, Case(), "auto", SINKS, False)[0][3] < 0.02
 
 
 def _save_read_and_save(run_dir: str, case: Case, arch: Architecture) -> list[bool]:

@@ -322,6 +322,9 @@ def _model_in(
         total_steps=total_steps,
         initial=lambda model: model.load(_weights(model.arch)),
     )
+    if case.pp > 1 and case.chunks == 1 and groups.layout.coords(groups.world.rank).pp == case.pp - 1:
+        # as on GPUs; other stages send what is freed, which gloo has not read yet
+        model.transformer_config.deallocate_pipeline_outputs = True
     _MADE_AS[model] = case, config
     return model
 

@@ -83,6 +83,7 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     for name in ("tp", "pp", "max_shard_bytes"):  # 0 ranks would give a folder without weights
         if (number := getattr(args, name, 1)) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {number} must be 1 or more")
+    hide_gpus()
     return_freed_memory()
     args.name = os.path.basename(os.path.abspath(args.source))
     if args.way == "megatron-to-hf":
@@ -102,6 +103,11 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
         reason = str(e).splitlines()[0] if str(e) else type(e).__name__
         raise ValueError(reason.removeprefix("actor_rollout_ref.model.path: ")) from e
     return 0
+
+
+def hide_gpus() -> None:
+    """Keep to the CPU, before torch is imported: routers of Megatron-Core move to a GPU that they see."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def return_freed_memory() -> None:

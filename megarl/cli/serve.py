@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from megarl.checkpoint.huggingface_folder import CONFIG, check_weights, end_tokens, read_config
 from megarl.checkpoint.manifest import is_made_from
 from megarl.checkpoint.megatron_lm import is_megatron_lm
-from megarl.cli.convert import ANSWERS_BELOW, SHARD_BYTES
+from megarl.cli.convert import ANSWERS_BELOW, SHARD_BYTES, hide_gpus
 from megarl.cli.words import add_checkpoint
 from megarl.config import Config, load_config
 from megarl.config.policy import RolloutConfig
@@ -104,6 +104,7 @@ def _huggingface(subject: Subject, out: str | None) -> str:
                 raise ValueError(f"{origin}: delete it, or give --out a new folder")
             check_weights(folder, read_architecture(folder))
             return folder
+    hide_gpus()
     from megarl.checkpoint.convert import megatron_to_huggingface  # imports torch
 
     print(f"megarl: {subject.folder} has no Hugging Face folder; making {export}", file=sys.stderr)

@@ -157,8 +157,12 @@ class Architecture:
 
     @property
     def fused_attention(self) -> bool:
-        """Say whether Transformer Engine's attention computes that of all layers, and Megatron-LM's models have it."""
-        return all(layer.attention.fused_attention for layer in self.kinds)
+        """Say whether Transformer Engine's attention computes that of all layers, and Megatron-LM's models have it.
+
+        A model has one rotary embedding for all of its layers then.
+        """
+        attentions = {layer.attention for layer in self.kinds}
+        return len(attentions) == 1 and all(attention.fused_attention for attention in attentions)
 
     @property
     def recurrent(self) -> bool:

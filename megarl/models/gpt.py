@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from megatron.core import __version__ as MEGATRON_CORE
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from packaging.version import Version
 from torch import Tensor
 
 from megarl.models.activations import ACTIVATIONS
@@ -21,6 +23,8 @@ from megarl.models.rope import rope_frequencies
 from megarl.models.weight_gradient import enable_gradient_accumulation_fusion
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.train_groups import TrainGroups
+
+_WAITS_FOR_SENDS = Version(MEGATRON_CORE) >= Version("0.18")  # before it frees what interleaved stages send
 
 
 class TransformerModel(GPTModel):
@@ -140,8 +144,8 @@ def transformer_fields(
         moe_grouped_gemm=transformer_engine and arch.moe is not None,
         # torch's kernel would round after each expert, in whatever order they come
         moe_permute_fusion=transformer_engine and arch.moe is not None,
-        # gloo's sends read a tensor's memory after they have returned; NCCL's hold on to it
-        deallocate_pipeline_outputs=on_gpu,
+        # gloo's sends read a tensor's memory after they have returned, and so do NCCL's between interleaved stages
+        deallocate_pipeline_outputs=on_gpu and (layout.chunks == 1 or _WAITS_FOR_SENDS),
         # interleaved stages talk in both directions at once: a batch of sends and receives between the same two
         # ranks would be matched in the wrong order
         overlap_p2p_comm=layout.chunks > 1,

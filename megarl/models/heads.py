@@ -122,7 +122,8 @@ def _whole(
     out = computed(loss, x.weighted())
     reported = [out] if part is None or part.is_first else []
     places = micro.index if per == "token" else micro.sequences
-    return out.loss, Passed(losses=reported, outputs=own, places=places)
+    # a copy: Megatron-Core takes the memory of what a pipeline stage returns
+    return out.loss.clone(), Passed(losses=reported, outputs=own, places=places)
 
 
 def _states(hidden: Tensor, positions: Tensor, repeated: Repeated | None) -> Tensor:

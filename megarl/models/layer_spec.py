@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from megarl.models.architecture import Architecture, Layer
 from megarl.models.attention import core_attention
+from megarl.models.biased_router import BiasedRouter
 from megarl.models.expert_output import ExpertOutput
 from megarl.models.kernels import TRITON
 from megarl.models.norm import RMSNorm
@@ -81,7 +82,9 @@ def _torch_layer(kind: Layer) -> ModuleSpec:
     stored = {"input_layernorm.weight": kind.attention.fused_norm, "pre_mlp_layernorm.weight": kind.mlp.fused_norm}
     parts.sharded_state_dict_keys_map = {name: fused for name, fused in stored.items() if fused}
     if isinstance(kind.mlp, StackedExperts):
-        _submodules(_submodules(parts.mlp).experts).linear_fc2 = ExpertOutput
+        mixture = _submodules(parts.mlp)
+        mixture.router = BiasedRouter
+        _submodules(mixture.experts).linear_fc2 = ExpertOutput
     if kind.output_norms:
         module.module = LayerWithOutputNorms
     import_module(kind.attention.training_module).set_modules(parts.self_attention, kind.attention)
