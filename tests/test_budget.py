@@ -211,6 +211,8 @@ def test_switches() -> None:
     assert some == 2 * 8192 * ((2 * 16 - 1) * (per_token - 21_504) + per_token)
     with_inputs, without = (host_bytes(job(**changes), 0) for changes in (offloaded, {}))
     assert with_inputs - without == 2 * 8192 * 2 * 16 * 2048
+    of_three = {**offloaded, "actor__use_dynamic_bsz": False, "actor__ppo_micro_batch_size_per_gpu": 3}
+    assert 2 * 3 * 4096 * 2048 < 2**26 and host_bytes(job(**of_three), 0) - without == 2 * 16 * 2**26  # as it is pinned
     shared = update(model__use_prefix_grouper=True)["activations"] - update()["activations"]
     keys = 8 * 4096 / (1024 + 8 * 3072)  # for each token that is computed
     assert shared == pytest.approx(2 * 8192 * 2 * 16 * keys * 2 * 4 * 128)

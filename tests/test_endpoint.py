@@ -55,7 +55,7 @@ AGENTS = '''
 import asyncio, json, os, time
 import numpy, openai
 
-CLIENT = openai.AsyncOpenAI(base_url="http://none", max_retries=0)  # to make one takes a tenth of a second
+CLIENT = openai.AsyncOpenAI(base_url="http://none", max_retries=0, timeout=500)  # to make one takes 0.1 s
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}]
 
 async def two_turns(base_url, row):

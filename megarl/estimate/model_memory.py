@@ -8,6 +8,7 @@ Activations are those of `megarl.models.sizes`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -159,11 +160,15 @@ def forward_and_backward(model: ModelJob, stage: int) -> Items:
 
 
 def inputs_on_host(model: ModelJob, stage: int) -> int:
-    """Count the bytes of layers' inputs that wait in host memory for the backward pass."""
+    """Count the bytes of layers' inputs that wait in host memory for the backward pass.
+
+    Torch rounds each up to a power of two, since it pins them.
+    """
     if model.mini_batch is None or not model.config.actor_rollout_ref.model.enable_activation_offload:
         return 0
     tokens = model.rank_tokens(model.mini_batch)
-    return int(model.itemsize * tokens * layers_in_flight(model, stage) * _layer_input(model))
+    one = math.ceil(model.itemsize * tokens * _layer_input(model))
+    return layers_in_flight(model, stage) * (1 << (one - 1).bit_length())
 
 
 def _layer_input(model: ModelJob) -> float:
