@@ -130,25 +130,13 @@ def prefill_activations(arch: Architecture, split: TensorSplit) -> int:
     )
 
 
-def decode_sizes(max_num_seqs: int) -> list[int]:
-    """List the batch sizes to which the native engine fills decode steps up: powers of two, then multiples of 64.
-
-    A few rows take as long as one, since the step reads all weights; of many rows each takes its own time.
-    """
-    sizes = [1, 2, 4, 8, 16, 32, *range(64, max_num_seqs, 64)]
-    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
-
-
-def sampler_bytes(arch: Architecture, *, max_num_seqs: int, itemsize: int, graphs: Collection[int] = ()) -> int:
+def sampler_bytes(arch: Architecture, *, max_num_seqs: int, itemsize: int) -> int:
     """Count the bytes of logits [max_num_seqs, vocab_size] in the model's dtype and in fp32, and of rows being sorted.
 
-    Args:
-        graphs: batch sizes of CUDA graphs, each of which holds its logits in the model's dtype. The logits count twice
-            at least.
+    The logits count twice, since CUDA graphs of several batch sizes hold their own.
     """
     sort = min(max_num_seqs, ROWS_SORTED) * SORT_BYTES
-    logits = max_num_seqs * (itemsize + 4)
-    return arch.vocab_size * (logits + max(logits, itemsize * sum(graphs)) + sort)
+    return arch.vocab_size * (2 * max_num_seqs * (itemsize + 4) + sort)
 
 
 def native_activation_bytes(
@@ -169,5 +157,4 @@ def native_activation_bytes(
     if keys is not None and max_model_len > max_num_batched_tokens:
         tokens, seen = max_num_batched_tokens, max_model_len * keys
     layer = itemsize * (tokens * prefill_activations(arch, split) + seen)
-    graphs = decode_sizes(max_num_seqs)
-    return layer + sampler_bytes(arch, max_num_seqs=max_num_seqs, itemsize=itemsize, graphs=graphs)
+    return layer + sampler_bytes(arch, max_num_seqs=max_num_seqs, itemsize=itemsize)

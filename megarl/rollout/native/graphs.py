@@ -8,13 +8,18 @@ ordinary allocator. (Fixed virtual addresses would save it, at the price of an a
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from megarl.models.sizes import decode_sizes
+
+def bucket(rows: int, most: int) -> int:
+    """Choose the batch size to which so many rows are filled up: a power of two or a multiple of 64, at most `most`.
+
+    A few rows take as long as one, since the step reads all weights; of many rows each takes its own time.
+    """
+    return min(1 << (rows - 1).bit_length() if rows <= 64 else -(-rows // 64) * 64, most)
 
 
 class DecodeGraphs:
@@ -29,7 +34,6 @@ class DecodeGraphs:
 
     def __init__(self, step: Callable[[Tensor], Tensor], *, rows: int, filling: Tensor, device: torch.device) -> None:
         self._step, self._filling = step, filling
-        self._sizes = decode_sizes(rows)
         self._inputs = torch.zeros(rows, filling.shape[1], dtype=torch.int64, device=device)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._warm: set[int] = set()
@@ -40,7 +44,7 @@ class DecodeGraphs:
         Args:
             rows: int64 [count, columns], on the host.
         """
-        size = self._sizes[bisect_left(self._sizes, len(rows))]
+        size = bucket(len(rows), len(self._inputs))
         inputs = self._inputs[:size]
         if size not in self._graphs:
             self._graphs[size] = self._capture(inputs)
