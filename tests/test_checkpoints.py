@@ -508,8 +508,9 @@ def _same_element_twice(folder: str) -> str:
 
 def test_what_no_ranks_have_between_them_is_refused_on_all(ranks: Ranks, tmp_path: Path) -> None:
     first, second = ranks.run(2, _same_element_twice, str(tmp_path))
-    assert first == second and first.startswith("the ranks do not have a checkpoint between them: ")
-    assert "Invalid access pattern" in first
+    later = r"(Invalid sharding pattern validation\. Errors: )?"  # than Megatron-Core 0.16
+    assert first == second
+    assert re.match(rf"the ranks do not have a checkpoint between them: {later}Invalid access pattern", first)
 
 
 @pytest.mark.slow

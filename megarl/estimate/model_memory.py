@@ -167,8 +167,8 @@ def inputs_on_host(model: ModelJob, stage: int) -> int:
     if model.mini_batch is None or not model.config.actor_rollout_ref.model.enable_activation_offload:
         return 0
     tokens = model.rank_tokens(model.mini_batch)
-    one = math.ceil(model.itemsize * tokens * _layer_input(model))
-    return layers_in_flight(model, stage) * (1 << (one - 1).bit_length())
+    nbytes = math.ceil(model.itemsize * tokens * _layer_input(model))
+    return layers_in_flight(model, stage) * (1 << (nbytes - 1).bit_length())
 
 
 def _layer_input(model: ModelJob) -> float:
